@@ -1,0 +1,77 @@
+"""SlotCache: preallocated keys and values, written at named slots and compacted on the device."""
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import Cache
+
+BUCKET = 64  # attention sees a multiple of this many slots, so that few different shapes occur
+GROWTH = 1024  # slots added at a time when a row outgrows what was reserved
+
+
+class SlotCache(Cache):
+    """Keys and values of a batch, `[batch, heads, capacity, dim]` per layer.
+
+    The owner says with `open` where the next forward writes, passes an explicit mask over the slots, and moves what
+    it keeps with `keep`. The cache itself knows no lengths: every row may have its own.
+    """
+
+    def __init__(self, capacity: int):
+        super().__init__(layers=[])
+        self.capacity = -(-capacity // BUCKET) * BUCKET
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._slots: Tensor | slice = slice(0, 0)
+        self._width = 0
+
+    def open(self, slots: Int[Tensor, "batch time"], end: int, start: int | None = None) -> int:
+        """Direct the next forward to write at `slots`; returns the width of the attention mask it needs.
+
+        `end` is one more than the largest slot. `start` is given when every row writes at `start..end-1`: a slice
+        is cheaper than an index.
+        """
+        self._width = -(-end // BUCKET) * BUCKET
+        if self._width > self.capacity:
+            self._grow(self._width)
+        self._slots = slots if start is None else slice(start, end)
+        return self._width
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Called by transformers' attention: writes at the opened slots, returns the first `width` slots."""
+        while len(self.keys) <= layer_idx:
+            self.keys.append(self._reserve(key_states))
+            self.values.append(self._reserve(value_states))
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        if isinstance(self._slots, slice):
+            keys[:, :, self._slots] = key_states
+            values[:, :, self._slots] = value_states
+        else:
+            slots = self._slots.to(keys.device)
+            rows = torch.arange(len(slots), device=keys.device).unsqueeze(1)
+            keys[rows, :, slots] = key_states.transpose(1, 2)
+            values[rows, :, slots] = value_states.transpose(1, 2)
+        return keys[:, :, : self._width], values[:, :, : self._width]
+
+    def keep(self, source: Int[Tensor, "batch moved"], target: Int[Tensor, "batch moved"]) -> None:
+        """Copy slots `source` to slots `target` in every layer; all sources are read before any is written."""
+        for store in (*self.keys, *self.values):
+            rows = torch.arange(len(source), device=store.device).unsqueeze(1)
+            store[rows, :, target.to(store.device)] = store[rows, :, source.to(store.device)]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Rows have their own lengths; transformers asks only where neither mask nor positions are given."""
+        return 0
+
+    def _reserve(self, states: Tensor) -> Tensor:
+        batch, heads, _, dim = states.shape
+        # Zeros, not empty: a masked slot still takes part in the sum, with weight 0, and 0 * nan is nan.
+        return torch.zeros(batch, heads, self.capacity, dim, dtype=states.dtype, device=states.device)
+
+    def _grow(self, needed: int) -> None:
+        extra = -(-(needed - self.capacity) // GROWTH) * GROWTH
+        self.capacity += extra
+        for stores in (self.keys, self.values):
+            for index, store in enumerate(stores):
+                stores[index] = torch.nn.functional.pad(store, (0, 0, 0, extra))

@@ -1,0 +1,212 @@
+"""Save and load a drafter: its weights, its config, and the identity of the target it was trained for."""
+
+import difflib
+import importlib
+import json
+import pkgutil
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import selfdraft.drafters
+from selfdraft.drafters.base import Drafter
+from selfdraft.target import Target
+
+_IDENTITY = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "fingerprint")
+
+
+def choose_drafter(wanted: Drafter | str | Path | Sequence | None, target: Target) -> Drafter | None:
+    """The drafter that `generate(drafter=...)` means: the first of a list that loads and fits the target.
+
+    Warns once for each one passed over; ValueError when a single one, or all of a list, cannot be used.
+    """
+    if not isinstance(wanted, (list, tuple)):
+        return one_drafter(wanted, target)
+    reasons = []
+    for each in wanted:
+        try:
+            chosen = one_drafter(each, target)
+        except (ValueError, OSError) as error:
+            reasons.append(f"{describe(each)}: {error}")
+            continue
+        for reason in reasons:
+            warnings.warn(f"passed over drafter {reason}", stacklevel=3)
+        return chosen
+    raise ValueError("none of the drafters can be used. " + "; ".join(reasons))
+
+
+def one_drafter(wanted: Any, target: Target) -> Drafter | None:
+    if wanted is None:
+        return None
+    if isinstance(wanted, (str, Path)):
+        return load_drafter(wanted, target.model)
+    wanted.check(target)
+    return wanted
+
+
+def describe(wanted: Any) -> str:
+    return f"'{wanted}'" if isinstance(wanted, (str, Path)) else type(wanted).__name__
+
+
+def load_drafter(source: str | Path, model: PreTrainedModel, strict: bool = True) -> Drafter:
+    """The drafter in a folder or hub repository, or the one of that name if it needs no training ("ngram").
+
+    A folder holds `config.json` and `model.safetensors`. The folder of an ordinary causal LM is a separate draft
+    model. The drafter is put on the target's device, in the dtype it was saved in.
+
+    Args:
+        source: folder, hub id, or name.
+        model: the target that it drafts for.
+        strict: refuse a drafter whose target differs from `model` in identity, not only in shape.
+
+    Raises:
+        ValueError: unknown name, another target, missing or unexpected weights.
+    """
+    target = Target(model)
+    if str(source) in untrained_kinds():
+        return drafter_class(str(source)).for_target(target)
+    folder = find_folder(source)
+    document = json.loads((folder / "config.json").read_text())
+    ours = document.get("selfdraft")
+    if ours is None and "model_type" in document:
+        drafter = drafter_class("draft_model").from_model(AutoModelForCausalLM.from_pretrained(folder), target)
+        drafter.check(target)
+        return drafter
+    if ours is None:
+        raise ValueError(f"{folder / 'config.json'} describes neither a selfdraft drafter nor a Hugging Face model")
+    check_identity(ours["target"], target.identity(), strict)
+    kind = drafter_class(ours["drafter"])
+    known = {each.name for each in fields(kind.config_class)}
+    unknown = set(ours["config"]) - known
+    if unknown:
+        raise ValueError(f"{folder} has config fields that this version does not know: {sorted(unknown)}")
+    drafter = kind(kind.config_class(**{name: as_plain(value) for name, value in ours["config"].items()}), target)
+    load_weights(drafter, folder / "model.safetensors")
+    drafter.check(target)
+    return drafter.to(target.device).eval()
+
+
+def save_drafter(drafter: Any, folder: str | Path) -> None:
+    """Writes `config.json` and `model.safetensors`; a folder is either the old one or the new one, never half."""
+    document = {
+        **getattr(drafter, "model_config", {}),
+        "selfdraft": {
+            "drafter": type(drafter).__module__.rsplit(".", 1)[-1],
+            "config": asdict(drafter.config),
+            "target": drafter.target.identity(),
+        },
+    }
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+    with replacing(Path(folder)) as temporary:
+        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        (temporary / "config.json").write_text(json.dumps(document, indent=2) + "\n")
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its place when the block ends well, and vanishes otherwise."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+            folder.rename(old / folder.name)
+            temporary.rename(folder)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def drafter_class(kind: str) -> Any:
+    """The class that the module `selfdraft.drafters.<kind>` offers."""
+    if kind not in drafter_kinds():
+        raise ValueError(f"there is no drafter '{kind}'; {suggest(kind, drafter_kinds())}")
+    return importlib.import_module(f"selfdraft.drafters.{kind}").drafter_class
+
+
+def drafter_kinds() -> list[str]:
+    """The modules of `selfdraft.drafters` that define a drafter: a module's name is its registration."""
+    names = [module.name for module in pkgutil.iter_modules(selfdraft.drafters.__path__)]
+    return [name for name in names if hasattr(importlib.import_module(f"selfdraft.drafters.{name}"), "drafter_class")]
+
+
+def untrained_kinds() -> list[str]:
+    """The drafters that can be made for a target by name alone."""
+    return [kind for kind in drafter_kinds() if hasattr(drafter_class(kind), "for_target")]
+
+
+def suggest(wrong: str, known: Sequence[str]) -> str:
+    """The nearest right name, and all of them."""
+    close = difflib.get_close_matches(wrong, known, n=1)
+    return (f"did you mean '{close[0]}'? " if close else "") + f"known: {', '.join(sorted(known))}"
+
+
+def find_folder(source: str | Path) -> Path:
+    folder = Path(source)
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.exists():
+        raise ValueError(f"{folder} has no config.json, so it is not the folder of a drafter")
+    try:
+        return Path(snapshot_download(str(source)))
+    except Exception as error:
+        raise ValueError(
+            f"'{source}' is not a folder, not a drafter that needs no training ({', '.join(untrained_kinds())}), "
+            f"and not to be had from the hub ({type(error).__name__}); {suggest(str(source), untrained_kinds())}"
+        ) from error
+
+
+def check_identity(trained_for: dict, given: dict, strict: bool) -> None:
+    """ValueError when a drafter meets another target than its own."""
+    keys = _IDENTITY if strict else _IDENTITY[1:2] + _IDENTITY[3:4]
+    wrong = [key for key in keys if trained_for.get(key) != given[key]]
+    if wrong:
+        differences = ", ".join(f"{key} {trained_for.get(key)} against {given[key]}" for key in wrong)
+        remedy = "load the matching target or retrain"
+        if wrong == ["fingerprint"]:
+            remedy += "; if the weights are merely a variant of it, load_drafter(..., strict=False) drafts all the same"
+        raise ValueError(
+            f"this drafter was trained for {trained_for.get('name')}, and the target is {given['name']} "
+            f"({differences}); {remedy}"
+        )
+
+
+def load_weights(drafter: torch.nn.Module, file: Path) -> None:
+    """Strict loading with one error that names what is missing, unexpected or misshapen."""
+    if not file.is_file():
+        raise ValueError(f"{file} is missing")
+    try:
+        tensors = load_file(file)
+    except Exception as error:
+        raise ValueError(f"{file} cannot be read ({error}); copy or train it again") from error
+    own = drafter.state_dict()
+    faults = [f"missing {name}" for name in own.keys() - tensors.keys()]
+    faults += [f"unexpected {name}" for name in tensors.keys() - own.keys()]
+    faults += [
+        f"{name} is {list(tensors[name].shape)} and should be {list(own[name].shape)}"
+        for name in own.keys() & tensors.keys()
+        if own[name].shape != tensors[name].shape
+    ]
+    if faults:
+        raise ValueError(f"{file} does not fit its config: {'; '.join(sorted(faults))}")
+    drafter.load_state_dict(tensors, assign=True)
+
+
+def as_plain(value: Any) -> Any:
+    """JSON knows lists only, and the configs' sequences are tuples."""
+    return tuple(value) if isinstance(value, list) else value

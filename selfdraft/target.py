@@ -1,0 +1,155 @@
+"""Target: the one file that knows Hugging Face names. Scores a tree in one pass of any causal LM."""
+
+import hashlib
+import inspect
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfdraft.cache import SlotCache
+
+_ALIBI = {"bloom", "mpt", "mpt-7b"}
+_ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+
+
+class Target:
+    """A Hugging Face causal LM as drafting needs it. Holds a reference; stores nothing on the model.
+
+    Raises ValueError for models whose cache cannot be rolled back, or whose attention takes no explicit mask.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.config = model.config.get_text_config()
+        refuse(model, self.config)
+        self.hidden_size: int = self.config.hidden_size
+        self.num_layers: int = self.config.num_hidden_layers
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.window: int | None = getattr(self.config, "sliding_window", None)
+        kinds = set(getattr(self.config, "layer_types", None) or [])
+        self.layer_kinds = kinds or {"sliding_attention" if self.window else "full_attention"}
+        self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self._eager = self.config._attn_implementation == "eager"
+
+    def score(
+        self,
+        tokens: Int[Tensor, "batch nodes"],
+        positions: Int[Tensor, "batch nodes"],
+        visible: Bool[Tensor, "batch nodes width"],
+        slot_positions: Int[Tensor, "batch width"],
+        cache: SlotCache,
+        layers: tuple[int, ...] = (),
+        logits_to_keep: int = 0,
+    ) -> tuple[Float[Tensor, "batch kept vocab"], Float[Tensor, "batch nodes features"] | None]:
+        """One forward pass: logits after every node (or the last `logits_to_keep`), and the asked hidden states.
+
+        `visible[b, n, s]` says whether node n attends to slot s, `slot_positions[b, s]` which position slot s holds
+        (for the sliding window). Writes the nodes' keys and values into the slots that `cache.open` named. `layers`
+        are HF `hidden_states` indices; the features are their concatenation.
+        """
+        output = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=self._masks(visible, positions, slot_positions),
+            use_cache=True,
+            output_hidden_states=sorted(set(layers)) or False,
+            logits_to_keep=logits_to_keep,
+            return_dict=True,
+            **{self._cache_name: cache},
+        )
+        features = torch.cat([output.hidden_states[layer] for layer in layers], dim=-1) if layers else None
+        return output.logits, features
+
+    def encode(
+        self, tokens: Int[Tensor, "batch time"], layers: tuple[int, ...]
+    ) -> tuple[Float[Tensor, "batch time features"], Float[Tensor, "batch time hidden"]]:
+        """Hidden states of right-padded text for training: the concatenated `layers`, and the last one (post-norm).
+
+        The vocabulary projection is left out: a trainer wants it at few positions only (see `project`). Padding on
+        the right needs no mask under causal attention, and without one attention takes its fastest kernel; what
+        stands at padding is meaningless.
+        """
+        output = self.model.base_model(
+            input_ids=tokens,
+            use_cache=False,
+            output_hidden_states=sorted({*layers, -1}),
+            return_dict=True,
+        )
+        states = output.hidden_states
+        return torch.cat([states[layer] for layer in layers], dim=-1) if layers else states[-1][..., :0], states[-1]
+
+    def embed(self, tokens: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:
+        """The target's input embeddings, lent."""
+        return self.model.get_input_embeddings()(tokens)
+
+    def project(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
+        """The target's vocabulary projection (soft-capped where the family does so), lent."""
+        head = self.model.get_output_embeddings()
+        logits = head(hidden.to(head.weight.dtype))
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    @property
+    def layers(self) -> torch.nn.ModuleList:
+        """The decoder layers, whatever the family calls them."""
+        lists = (part for part in self.model.modules() if isinstance(part, torch.nn.ModuleList))
+        return next(layers for layers in lists if len(layers) == self.num_layers)
+
+    def identity(self) -> dict:
+        """What a drafter remembers of the target it was trained for. Independent of the dtype it was loaded in."""
+        name = str(self.config._name_or_path)
+        embedding = self.model.get_input_embeddings().weight
+        rows = embedding[:: max(1, len(embedding) // 64), :64]
+        digest = hashlib.sha256(rows.detach().to("cpu", torch.bfloat16).float().numpy().tobytes())
+        return {
+            "name": Path(name).name if Path(name).exists() else name,
+            "model_type": self.config.model_type,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "vocab_size": self.vocab_size,
+            "fingerprint": digest.hexdigest()[:16],
+        }
+
+    def _masks(self, visible: Tensor, positions: Tensor, slot_positions: Tensor) -> Tensor | dict[str, Tensor]:
+        masks = {kind: visible for kind in self.layer_kinds}
+        if "sliding_attention" in masks and self.window is not None:
+            distance = positions.unsqueeze(2) - slot_positions.unsqueeze(1)
+            masks["sliding_attention"] = visible & (distance < self.window)
+        masks = {kind: self._as_attention_mask(mask) for kind, mask in masks.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _as_attention_mask(self, visible: Tensor) -> Tensor:
+        visible = visible.unsqueeze(1)
+        if not self._eager:
+            return visible
+        zeros = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+        return zeros.masked_fill(~visible, torch.finfo(self.dtype).min)
+
+
+def refuse(model: PreTrainedModel, config) -> None:
+    """ValueError, by name, for a model that cannot be verified by slots."""
+    kind = config.model_type
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{kind} is an encoder-decoder model; selfdraft decodes causal language models only")
+    if getattr(model, "_is_stateful", False) or layer_types - _ATTENTION_KINDS - {"chunked_attention"}:
+        raise ValueError(
+            f"{kind} keeps a recurrent state, which cannot be rolled back when a draft is rejected; "
+            "use model.generate without selfdraft for this model"
+        )
+    if "chunked_attention" in layer_types:
+        raise ValueError(f"{kind} uses chunked attention, which selfdraft has no mask for yet")
+    if kind in _ALIBI or getattr(config, "alibi", False):
+        raise ValueError(
+            f"{kind} uses ALiBi, whose bias follows the order of the cache and not the positions of a tree"
+        )
+    if config._attn_implementation not in ("eager", "sdpa"):
+        raise ValueError(
+            f"attention '{config._attn_implementation}' takes no explicit 4-D mask; load the model with "
+            "attn_implementation='sdpa' (or 'eager')"
+        )

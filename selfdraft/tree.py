@@ -1,0 +1,46 @@
+"""DraftTree: candidate tokens and who follows whom."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A batch of token trees that one target pass can score.
+
+    Node 0 is the root: the newest decided token, which is not in the target's cache yet. A parent comes before its
+    children, siblings differ. A node other than the root whose parent is -1 is empty: it fills the shape up and is
+    never accepted. All of it stays on the device.
+    """
+
+    tokens: Int[Tensor, "batch nodes"]
+    parents: Int[Tensor, "batch nodes"]
+
+    @classmethod
+    def chain(cls, tokens: Int[Tensor, "batch nodes"]) -> "DraftTree":
+        """Every token follows the one before it; `tokens[:, 0]` is the root."""
+        parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
+        return cls(tokens, parents.expand_as(tokens))
+
+    @property
+    def is_node(self) -> Bool[Tensor, "batch nodes"]:
+        """True for the root and every node that is not empty."""
+        first = torch.arange(self.tokens.shape[1], device=self.tokens.device) == 0
+        return (self.parents >= 0) | first
+
+    def ancestors(self) -> Bool[Tensor, "batch nodes nodes"]:
+        """`[b, n, m]` is True when m lies on the path from the root to n, n itself included.
+
+        Squaring the one-step relation doubles its reach, so log2(nodes) small products serve any tree.
+        """
+        count = self.tokens.shape[1]
+        own = torch.eye(count, device=self.tokens.device)
+        one_step = torch.nn.functional.one_hot(self.parents.clamp(min=0), count).to(own.dtype)
+        reach = own + one_step * (self.parents >= 0).unsqueeze(-1)
+        for _ in range(math.ceil(math.log2(count)) if count > 1 else 0):
+            reach = (reach @ reach).clamp(max=1)
+        return reach > 0
