@@ -29,7 +29,7 @@ def _mix(bits: Tensor) -> Tensor:
 class Noise:
     """The Gumbel noise of a call: one seed per row, and the temperature that the target samples at.
 
-    `temperature == 0` means greedy decoding: there is no noise, and `score` is a plain log-softmax.
+    `temperature == 0` means greedy decoding: there is no noise.
     """
 
     def __init__(self, seeds: Int[Tensor, " batch"], temperature: float):
@@ -58,17 +58,16 @@ class Noise:
         positions: Int[Tensor, "batch time"],
         tokens: Int[Tensor, " vocab"] | None = None,
     ) -> Float[Tensor, "batch time vocab"]:
-        """How strongly a drafter with these logits expects each token, the target's noise included.
+        """How strongly a drafter with these logits expects each token, the target's noise included; float32.
 
-        `log softmax(logits) / T + gumbel(position, token)` when sampling, log-softmax when greedy; float32. The top k
-        are the candidates. `positions` are those of the tokens being drafted; `tokens` are the ids that the last
-        axis stands for (all of 0..vocab-1 when None).
+        `logits / T + gumbel(position, token)` when sampling, the logits when greedy: the log-probabilities up to a
+        constant per position. The top k are the candidates. `positions` are those of the tokens being drafted;
+        `tokens` are the ids that the last axis stands for (all of 0..vocab-1 when None).
         """
-        scores = logits.float().log_softmax(dim=-1)
         if self.temperature == 0:
-            return scores
+            return logits.float()
         ids = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
-        return scores / self.temperature + self.gumbel(positions, ids)
+        return self.gumbel(positions, ids).add_(logits, alpha=1 / self.temperature)
 
 
 class Policy:

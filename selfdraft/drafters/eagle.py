@@ -4,7 +4,6 @@ Li et al. 2025 (arXiv 2503.01840). The names of modules and tensors are those of
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -84,36 +83,42 @@ class Attention(nn.Module):
         super().__init__()
         wide, size = 2 * config.hidden_size, config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, size
-        self.theta = config.rope_theta
         self.q_proj = nn.Linear(wide, config.num_heads * size, bias=False)
         self.k_proj = nn.Linear(wide, config.num_kv_heads * size, bias=False)
         self.v_proj = nn.Linear(wide, config.num_kv_heads * size, bias=False)
         self.o_proj = nn.Linear(config.num_heads * size, config.hidden_size, bias=False)
 
-    def queries(self, x: Tensor, positions: Tensor) -> Float[Tensor, "batch heads time dim"]:
-        return self.rotate(self.split(self.q_proj(x)), positions)
+    def queries(self, x: Tensor, turn: "Turn") -> Float[Tensor, "batch heads time dim"]:
+        return turn.apply(self.split(self.q_proj(x)))
 
-    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor, turn: "Turn") -> tuple[Tensor, Tensor]:
         """Each [batch, kv_heads, time, dim]."""
-        return self.rotate(self.split(self.k_proj(x)), positions), self.split(self.v_proj(x))
+        return turn.apply(self.split(self.k_proj(x))), self.split(self.v_proj(x))
 
     def split(self, x: Float[Tensor, "batch time wide"]) -> Float[Tensor, "batch heads time dim"]:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def spread(self, x: Float[Tensor, "batch kv_heads time dim"]) -> Float[Tensor, "batch heads time dim"]:
         """Every key/value head serves a group of query heads."""
-        return x.repeat_interleave(self.heads // self.kv_heads, dim=1)
+        groups = self.heads // self.kv_heads
+        return x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)
 
-    def rotate(
-        self, x: Float[Tensor, "batch heads time dim"], positions: Int[Tensor, "batch time"]
-    ) -> Float[Tensor, "batch heads time dim"]:
-        """Rotary position embedding (Su et al. 2021), halves rotated against each other, angles in float32."""
-        half = self.head_dim // 2
-        rates = self.theta ** (-torch.arange(half, device=x.device).float() / half)
+
+class Turn:
+    """Rotary position embedding (Su et al. 2021) of some positions: halves rotated against each other.
+
+    Made once for queries and keys, with angles in float32.
+    """
+
+    def __init__(self, positions: Int[Tensor, "batch time"], head_dim: int, theta: float, dtype: torch.dtype):
+        half = head_dim // 2
+        rates = theta ** (-torch.arange(half, device=positions.device).float() / half)
         angles = positions[:, None, :, None].float() * rates
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        left, right = x[..., :half], x[..., half:]
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def apply(self, x: Float[Tensor, "batch heads time dim"]) -> Float[Tensor, "batch heads time dim"]:
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat([left * self.cos - right * self.sin, right * self.cos + left * self.sin], dim=-1)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -137,7 +142,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """The decoder layer. Its input is the embedding and the hidden state side by side; only the latter is carried on."""
+    """The decoder layer. It reads the embedding and the hidden state side by side; only the latter is carried on."""
 
     def __init__(self, config: EagleConfig):
         super().__init__()
@@ -172,11 +177,11 @@ class Eagle(nn.Module):
     def __init__(self, config: EagleConfig, target: Target):
         super().__init__()
         self.config = config = config.resolved(target)
-        self.lent = [target]  # in a list, so that the target is neither a submodule nor saved
+        self.lend = lambda: target  # a function, so that the target is not a submodule, not saved and not copied
         size, eps = config.hidden_size, config.rms_norm_eps
         if size != target.hidden_size:
             raise ValueError(
-                f"the draft layer reads the target's embeddings, so hidden_size must be {target.hidden_size}, not {size}"
+                f"the draft layer reads the target's embeddings, so hidden_size is {target.hidden_size}, not {size}"
             )
         self.fc = nn.Linear(len(config.feature_layers) * target.hidden_size, size, bias=False)
         norms = [RMSNorm(target.hidden_size, eps=eps) for _ in config.feature_layers if config.fc_norm]
@@ -189,7 +194,7 @@ class Eagle(nn.Module):
 
     @property
     def target(self) -> Target:
-        return self.lent[0]
+        return self.lend()
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -257,11 +262,15 @@ class Eagle(nn.Module):
         """The layer's output, its keys and values written where `cache` was opened."""
         attention = self.midlayer.self_attn
         x = self.midlayer.pair(self.embed(tokens), hidden)
-        keys, values = cache.update(*attention.keys_values(x, positions), layer_idx=0)
-        queries = attention.queries(x, positions)
+        turn = self.turn(positions, x.dtype)
+        keys, values = cache.update(*attention.keys_values(x, turn), layer_idx=0)
+        queries = attention.queries(x, turn)
         mask = visible.unsqueeze(1)
         attended = scaled_dot_product_attention(queries, attention.spread(keys), attention.spread(values), mask)
         return self.midlayer.finish(hidden, attended)
+
+    def turn(self, positions: Int[Tensor, "batch time"], dtype: torch.dtype) -> Turn:
+        return Turn(positions, self.config.head_dim, self.config.rope_theta, dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.target.embed(tokens).to(self.fc.weight.dtype)
@@ -304,7 +313,7 @@ class Eagle(nn.Module):
         hidden = self.fuse(batch.features)
         everywhere = torch.arange(time, device=tokens.device).expand_as(tokens)
         x = layer.pair(self.embed(padded[:, 1 : time + 1]), hidden)
-        keys, values = attention.keys_values(x, everywhere)
+        keys, values = attention.keys_values(x, self.turn(everywhere, x.dtype))
         x, hidden = take(x, place), take(hidden, place)
         seen = everywhere.unsqueeze(1) <= place.unsqueeze(2)
         probs = self.target_probs(take(batch.hidden, (place + 1).clamp(max=time - 1)))
@@ -315,14 +324,14 @@ class Eagle(nn.Module):
         total, count, metrics = hidden.new_zeros((), dtype=torch.float32), used.sum(), {}
         own_keys, own_values = [], []
         for step in range(steps):
+            turn = self.turn(place + step, x.dtype)
             if step > 0:
                 x = layer.pair(self.embed(padded.gather(1, place + 1 + step)), hidden)
-                own_key, own_value = attention.keys_values(x, place + step)
+                own_key, own_value = attention.keys_values(x, turn)
                 own_keys.append(own_key)
                 own_values.append(own_value)
-            attended = attend_unrolled(
-                attention, attention.queries(x, place + step), keys, values, own_keys, own_values, seen
-            )
+            queries = attention.queries(x, turn)
+            attended = attend_unrolled(attention, queries, keys, values, own_keys, own_values, seen)
             hidden = layer.finish(hidden, attended)
             label_place = place + 2 + step
             # The packed places of a turn are consecutive, so the probabilities for step s stand s places further on.
