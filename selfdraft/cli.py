@@ -1,0 +1,137 @@
+"""The `selfdraft` command. A command is one function here: what it says, its options, and what it runs.
+
+Libraries that take seconds to import (torch, transformers) are imported inside the commands, so that `--help` and
+mistyped options answer at once.
+"""
+
+import sys
+import traceback
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
+
+from selfdraft import __version__
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; the exit status. 2 for what the user has to change, 130 for Ctrl-C."""
+    parser = ArgumentParser(
+        prog="selfdraft",
+        version=__version__,
+        description="Lets a Hugging Face causal language model draft for itself, and keeps exactly what it would say.",
+    )
+    commands = parser.add_subcommands(metavar="COMMAND")
+    commands.add_subcommand("compare", compare_options(), help="measure drafters against plain decoding, here")
+    arguments = parser.parse_args(argv)
+    try:
+        return {"compare": compare}[arguments.subcommand](arguments[arguments.subcommand])
+    except (ValueError, OSError) as error:
+        if not _is_ours(error):
+            raise
+        print(f"selfdraft: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("selfdraft: stopped by Ctrl-C", file=sys.stderr)
+        return 130
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether selfdraft itself raised the error: then its text tells all, and a traceback would only hide it."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").startswith("selfdraft")
+
+
+def compare_options() -> ArgumentParser:
+    """The options of `selfdraft compare`, and the text of its --help."""
+    parser = ArgumentParser(
+        description="Measures decoding with each drafter against transformers' own generate, on this machine: every "
+        "prompt is answered by every arm in turn, and a table tells tokens per second, the speed-up, and where the "
+        "time of a round went. The answers are compared on the way, because a drafter must not change them. "
+        "Example: selfdraft compare --prompts questions.jsonl --limit 12 --json out.json"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path | None,
+        metavar="FILE.jsonl",
+        help="a prompt a row: `prompt`, or `turns` of which the first is used; optional `task`. "
+        "Without it: the questions that come with selfdraft",
+    )
+    parser.add_argument("--limit", type=PositiveInt | None, help="how many prompts, spread evenly over the tasks")
+    parser.add_argument("--model", type=str, default="smollm2-135m", help="folder or hub id of a causal language model")
+    parser.add_argument(
+        "--drafters",
+        type=str,
+        nargs="+",
+        metavar="NAME_OR_PATH",
+        help="ngram, a shipped drafter (draft_model, medusa, eagle3), or the folder of a trained one. "
+        "Without it: all of these for the default model, ngram for others",
+    )
+    parser.add_argument("--temperature", type=NonNegativeFloat, default=0.0, help="0 is greedy, above it is sampling")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling; prompt number i uses seed + i")
+    parser.add_argument("--max-new-tokens", type=PositiveInt, default=128, help="longest answer, in tokens")
+    parser.add_argument(
+        "--dtype", type=Literal["bfloat16", "float16", "float32"], default="bfloat16", help="of the model when timed"
+    )
+    parser.add_argument("--repeats", type=PositiveInt, default=1, help="how often every prompt is answered")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="answer all prompts once more, greedily and in float32, and fail (exit status 1) unless every arm gives "
+        "the tokens of transformers' generate",
+    )
+    parser.add_argument("--show-answer", action="store_true", help="print the first prompt and its answer at the end")
+    parser.add_argument("--json", type=Path | None, metavar="OUT.json", help="write all figures to this file")
+    return parser
+
+
+def compare(options: Namespace) -> int:
+    """Measures, prints the tables, and checks when asked: 1 if the check finds a difference, else 0."""
+    from rich.console import Console
+
+    from selfdraft import compare as measuring
+    from selfdraft import report
+
+    page = Console() if sys.stdout.isatty() else Console(width=160)
+    notes = Console(stderr=True)
+    chosen = {field.name: options[field.name] for field in fields(measuring.Settings)}
+    settings = measuring.Settings(**chosen | {"prompts": options.prompts or measuring.SHIPPED_PROMPTS})
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ValueError(f"--json {options.json}: there is no folder {options.json.parent}; make it first")
+
+    prompts = measuring.read_prompts(settings.prompts, settings.limit)
+    sources = measuring.drafter_sources(settings, note=lambda text: report.print_lines([text], notes))
+    model, tokenizer = measuring.load_target(settings.model, settings.dtype)
+    drafters = measuring.load_drafters(sources, model)
+    encoded = measuring.encode(tokenizer, prompts, model, settings.max_new_tokens)
+    figures: dict[str, Any] = {"settings": report.describe_settings(settings, model, len(prompts))}
+    steps = settings.repeats * len(encoded) * (len(drafters) + 2)
+    answers = report.with_progress(measuring.measure(model, drafters, encoded, settings), steps, notes)
+
+    model.float()  # the timing is over, and the target's own opinion of a divergence is asked in float32
+    reference = measuring.REFERENCE if settings.temperature == 0 else measuring.PLAIN
+    differences = measuring.divergences(answers, reference, encoded, model, settings)
+    figures["arms"] = report.arm_figures(answers, prompts, drafters, differences)
+    report.print_lines([report.heading(figures["settings"])], page)
+    report.print_arms(figures["arms"], page)
+    report.print_lines(report.remarks(figures["arms"], settings.dtype, reference), page)
+
+    if options.check:
+        exact = replace(settings, dtype="float32", temperature=0.0, repeats=1)
+        drafters = measuring.load_drafters(sources, model)
+        answers_again = measuring.measure(model, drafters, encoded, exact)
+        checked = report.with_progress(answers_again, len(encoded) * (len(drafters) + 2), notes)
+        differences = measuring.divergences(checked, measuring.REFERENCE, encoded, model, exact)
+        figures["check"] = report.check_figures(differences, len(encoded))
+        report.print_lines(report.check_lines(figures["check"], tokenizer.decode), page)
+    if options.show_answer:
+        report.print_answer(prompts[0], answers, figures["arms"], tokenizer.decode, page)
+    if options.json is not None:
+        report.write_json(figures, options.json)
+    return 1 if options.check and any(differences.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

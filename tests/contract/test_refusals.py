@@ -1,0 +1,167 @@
+"""What cannot be honoured is refused by one ValueError, before the model runs."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, LogitsProcessor
+
+import selfdraft
+from tests.contract.arms import GREEDY, Case
+
+CASE = Case("llama", "sdpa", "greedy", 3)
+_SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "d_model": 32,
+    "num_hidden_layers": 2,
+    "n_layers": 2,
+    "n_layer": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "n_heads": 4,
+    "n_head": 4,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+# The family, what the message must say beside its name, and what its config needs.
+REFUSED = {
+    "mamba": ("recurrent", {}),
+    "mamba2": ("recurrent", {"head_dim": 16, "num_heads": 4, "n_groups": 1, "state_size": 16}),
+    "rwkv": ("recurrent", {}),
+    "recurrent_gemma": ("recurrent", {"num_hidden_layers": 3, "attention_window_size": 16}),
+    "jamba": ("recurrent", {}),
+    "bamba": ("recurrent", {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16}),
+    "falcon_h1": ("recurrent", {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64}),
+    "qwen3_next": ("recurrent", {}),
+    "lfm2": ("recurrent", {"layer_types": ["conv", "full_attention"]}),
+    "bloom": ("ALiBi", {}),
+    "mpt": ("ALiBi", {}),
+    "falcon": ("ALiBi", {"alibi": True}),
+    "llama4_text": ("chunked", {"num_local_experts": 2, "intermediate_size_mlp": 64, "pad_token_id": 0}),
+    "t5": ("encoder-decoder", {"decoder_start_token_id": 0}),
+    "bart": ("encoder-decoder", {"decoder_start_token_id": 0}),
+}
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """A model that must not run."""
+    model = CASE.model
+    monkeypatch.setattr(model, "forward", never, raising=False)
+    return model
+
+
+def never(*args, **kwargs):
+    raise AssertionError("the model ran before the refusal")
+
+
+@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("through", ["selfdraft", "transformers"])
+def test_a_family_that_cannot_be_rolled_back_is_refused_by_name(family, through):
+    why, settings = REFUSED[family]
+    known = AutoConfig.for_model(family)
+    settings = {name: value for name, value in {**_SMALL, **settings}.items() if hasattr(known, name)}
+    kind = AutoModelForSeq2SeqLM if why == "encoder-decoder" else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(AutoConfig.for_model(family, **settings))
+    model.forward = never
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(ValueError, match=f"{family}.*{why}"):
+        if through == "selfdraft":
+            selfdraft.generate(model, ids, drafter="ngram", max_new_tokens=4)
+        else:
+            selfdraft.decode(model, ids, [], [], model.generation_config, drafter="ngram")
+
+
+class Favourite(LogitsProcessor):
+    """A user's own processor, which may look at anything."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("num_beams", {"num_beams": 3}),
+        ("num_beams", {"num_beams": 2, "do_sample": True}),
+        ("RepetitionPenalty", {"repetition_penalty": 1.5}),
+        ("NoRepeatNGram", {"no_repeat_ngram_size": 2}),
+        ("NoBadWords", {"bad_words_ids": [[5]]}),
+        ("SequenceBias", {"sequence_bias": [[[5], 2.0]]}),
+        ("MinNewTokens", {"min_new_tokens": 3, "eos_token_id": 5}),
+        ("ExponentialDecay", {"exponential_decay_length_penalty": (2, 1.1), "eos_token_id": 5}),
+        ("PrefixConstrained", {"prefix_allowed_tokens_fn": lambda row, ids: [1, 2]}),
+        ("Guidance", {"guidance_scale": 2.0}),
+        ("Favourite", {"logits_processor": [Favourite()]}),
+        ("MaxTime", {"max_time": 5.0}),
+        ("output_scores", {"output_scores": True, "return_dict_in_generate": True}),
+        ("output_logits", {"output_logits": True, "return_dict_in_generate": True}),
+        ("output_hidden_states", {"output_hidden_states": True, "return_dict_in_generate": True}),
+        ("output_attentions", {"output_attentions": True, "return_dict_in_generate": True}),
+        ("dola", {"dola_layers": "low"}),
+        ("contrastive", {"penalty_alpha": 0.6, "top_k": 4}),
+        ("position_ids", {"position_ids": torch.zeros(3, 14, dtype=torch.long)}),
+    ],
+)
+def test_an_option_that_cannot_be_honoured_is_named(name, settings, model):
+    with pytest.raises(ValueError, match=f"(?i){name}"):
+        selfdraft.generate(model, **CASE.inputs, drafter="ngram", **{"max_new_tokens": 8, **GREEDY, **settings})
+
+
+@pytest.mark.parametrize("where", ["generation_config", "argument"])
+def test_options_of_the_checkpoints_own_config_are_not_forgotten(where, model, monkeypatch):
+    if where == "generation_config":
+        monkeypatch.setattr(model.generation_config, "repetition_penalty", 1.5)
+        settings = {}
+    else:
+        settings = {"repetition_penalty": 1.5}
+    with pytest.raises(ValueError, match="RepetitionPenalty"):
+        selfdraft.generate(model, **CASE.inputs, max_new_tokens=8, **settings)
+
+
+def test_a_filled_cache_is_refused():
+    cache = DynamicCache()
+    inputs = {name: each[2:] for name, each in CASE.inputs.items()}
+    with torch.no_grad():
+        CASE.model(input_ids=inputs["input_ids"][:, :-1], past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 13
+    with pytest.raises(ValueError, match="filled cache"):
+        selfdraft.generate(CASE.model, **inputs, past_key_values=cache, max_new_tokens=8, **GREEDY)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 4), (4,)], ids=str)
+def test_a_prompt_without_tokens_is_refused(shape, model):
+    with pytest.raises(ValueError, match="at least one token"):
+        selfdraft.generate(model, torch.zeros(shape, dtype=torch.long), max_new_tokens=4, **GREEDY)
+
+
+def test_a_row_of_padding_alone_is_refused(model):
+    mask = CASE.inputs["attention_mask"].clone()
+    mask[1] = 0
+    with pytest.raises(ValueError, match="row 1"):
+        selfdraft.generate(model, CASE.inputs["input_ids"], attention_mask=mask, max_new_tokens=4, **GREEDY)
+
+
+def test_seeds_that_are_not_one_per_row_are_refused(model):
+    with pytest.raises(ValueError, match="2 seeds for a batch of 3"):
+        selfdraft.generate(model, **CASE.inputs, seed=[1, 2], do_sample=True, max_new_tokens=4)
+
+
+def test_flash_attention_is_refused_with_the_remedy():
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**_SMALL, "head_dim": 8}))
+    model.config._attn_implementation = "flash_attention_2"
+    model.forward = never
+    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+        selfdraft.generate(model, torch.tensor([[5]]), max_new_tokens=4)
+
+
+def test_a_misspelt_argument_is_refused_by_transformers_own_check(model):
+    with pytest.raises(ValueError, match="max_new_tokns"):
+        selfdraft.generate(model, **CASE.inputs, max_new_tokns=4, **GREEDY)

@@ -1,0 +1,270 @@
+"""EAGLE: its own cache, its training and its drafting are three views of the same layer, and they must agree."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import selfdraft
+from selfdraft import Plan
+from selfdraft.drafters import eagle
+from selfdraft.drafters.base import FeatureBatch, Observed, TrainableDrafter
+from selfdraft.drafters.eagle import Eagle, EagleConfig
+from selfdraft.sampling import Noise
+from selfdraft.target import Target
+from tests.contract.arms import GREEDY, LENGTHS, NEW, Case, arms, own_answers, plain, train
+from tests.contract.checks import same_tokens
+from tests.models import FAMILIES, prompts, tiny
+from tests.scripted import Passing
+
+ARMS = arms()
+SILENT = Noise(torch.zeros(1, dtype=torch.long), 0.0)
+
+
+def observed(text: Tensor, drafter: Eagle, length: int) -> Observed:
+    """The first `length` tokens of one text, as a first round sees them."""
+    with torch.no_grad():
+        features, _ = drafter.target.encode(text[:, :length], drafter.feature_layers)
+    places = torch.arange(length).unsqueeze(0)
+    return Observed(text[:, :length], places, torch.tensor([length]), features, length, 0)
+
+
+def rebuilt(drafter: Eagle, text: Tensor, length: int) -> eagle.SlotCache:
+    """The drafter's cache over the first `length` tokens, from one fresh pass of the target."""
+    state = drafter.begin(1)
+    with torch.no_grad():
+        drafter.read(state.cache, observed(text, drafter, length), text[:, length])
+    return state.cache
+
+
+class Watch(Passing):
+    """Compares the drafter's cache with a fresh one in every round."""
+
+    def __init__(self, inner: Eagle, texts: list[Tensor]):
+        super().__init__(inner)
+        self.texts, self.rounds = texts, 0
+
+    def propose(self, state, seen, root, plan, noise):
+        self.rounds += 1
+        tree = super().propose(state, seen, root, plan, noise)
+        for row, length in enumerate(seen.lengths.tolist()):
+            fresh = rebuilt(self.inner, self.texts[row], length)
+            for ours, reference in ((state.cache.keys, fresh.keys), (state.cache.values, fresh.values)):
+                live, expected = ours[0][row, :, :length], reference[0][0, :, :length]
+                assert torch.allclose(live, expected, atol=1e-4, rtol=1e-4)
+        return tree
+
+
+class Afresh(Passing):
+    """Forgets everything after each round and reads the text again."""
+
+    def __init__(self, inner: Eagle, text: Tensor):
+        super().__init__(inner)
+        self.text = text
+
+    def propose(self, state, seen, root, plan, noise):
+        again = observed(self.text, self.inner, int(seen.lengths[0]))
+        return super().propose(self.inner.begin(1), again, root, plan, noise)
+
+
+@pytest.mark.parametrize("plan", [Plan(4), Plan(3, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["eagle-trained", "eagle-untrained"])
+def test_its_keys_and_values_are_those_of_a_fresh_pass_in_every_round(name, family, plan):
+    """CR6. The batch is ragged: each row is compared with its own single text."""
+    case = Case(family, "", "greedy", 3)
+    drafter, reference = ARMS[name](case), plain(case)
+    mask = case.inputs["attention_mask"].bool()
+    texts = [torch.cat([row[:14][mask[index]], row[14:]]).unsqueeze(0) for index, row in enumerate(reference)]
+    watch = Watch(drafter, texts)
+    settings: dict[str, Any] = {"plan": plan, "max_new_tokens": NEW, **GREEDY}
+    same_tokens(selfdraft.generate(case.model, **case.inputs, drafter=watch, **settings), reference)
+    assert watch.rounds > 3
+
+
+@pytest.mark.parametrize("plan", [Plan(4), Plan(3, 3)], ids=["chain", "tree"])
+def test_a_live_cache_is_accepted_as_often_as_one_rebuilt_each_round(plan):
+    case = Case("llama", "", "greedy", 1)
+    drafter = ARMS["eagle-trained"](case)
+    counts = []
+    for each in (drafter, Afresh(drafter, plain(case))):
+        ours = selfdraft.generate(
+            case.model,
+            **case.inputs,
+            drafter=each,
+            plan=plan,
+            max_new_tokens=NEW,
+            return_dict_in_generate=True,
+            **GREEDY,
+        )
+        counts.append((ours.stats.rounds, ours.stats.drafted, ours.stats.accepted))
+    assert counts[0] == counts[1]
+
+
+def test_training_and_drafting_say_the_same_at_every_position_and_step(monkeypatch):
+    """TR1 and TR4: the unrolled steps of training are the levels of a draft, with the same features and positions.
+
+    A step of training reads the true tokens, a level of a draft its own: they are compared where these are equal.
+    """
+    target = Target(tiny("llama"))
+    text = plain(Case("llama", "", "greedy", 1))
+    time, steps = text.shape[1], 4
+    everything = torch.ones_like(text, dtype=torch.bool)
+    with torch.no_grad():
+        batch = FeatureBatch(text, everything, everything, *target.encode(text, (2, 3)))
+    drafter = Eagle(EagleConfig(feature_layers=(2, 3), unroll=steps), target)
+    train(drafter, batch, steps=60)
+    drafter.eval()
+
+    trained: list[list[int]] = []
+
+    def caught(hidden, head, probs, best):
+        trained.append((hidden @ head.T).argmax(dim=-1).tolist())
+        return hidden.sum() * 0, (hidden[:, 0] * 0).long().sum()
+
+    monkeypatch.setattr(eagle, "soft_cross_entropy", caught)
+    with torch.no_grad():
+        drafter(batch)
+    # Step s, number t: reads the features of position t and says what stands at t + 2 + s.
+    assert [len(each) for each in trained] == [time - 2 - step for step in range(steps)]
+    compared = 0
+    for position in range(time - 2):
+        seen = observed(text, drafter, position + 1)
+        with torch.no_grad():
+            tree = drafter.propose(drafter.begin(1), seen, text[:, position + 1], Plan(steps), SILENT)
+        for step, token in enumerate(tree.tokens[0, 1:].tolist()):
+            if position + 2 + step >= time:
+                break
+            assert token == trained[step][position], (position, step)
+            compared += 1
+            if token != int(text[0, position + 2 + step]):
+                break
+    assert compared > 0.8 * sum(len(each) for each in trained), "the drafter must know the text for this to see much"
+
+
+def test_a_text_learnt_by_heart_is_drafted():
+    """Overfitting one text: if acceptance stays low although the loss is low, training and use differ."""
+    case = Case("llama", "", "greedy", 1)
+    target, text = Target(case.model), plain(case)
+    trained = torch.arange(text.shape[1]).unsqueeze(0) >= LENGTHS[1][0]
+    drafter = Eagle(EagleConfig(unroll=3), target)
+    with torch.no_grad():
+        features, hidden = target.encode(text, drafter.feature_layers)
+    losses = train(drafter, FeatureBatch(text, trained, torch.ones_like(trained), features, hidden), steps=80)
+    assert losses[-1] < losses[0]
+    ours = selfdraft.generate(
+        case.model,
+        **case.inputs,
+        drafter=drafter.eval(),
+        plan=Plan(3),
+        max_new_tokens=NEW,
+        return_dict_in_generate=True,
+        **GREEDY,
+    )
+    assert sum(ours.stats.acceptance_by_depth) >= 0.9 * 3
+
+
+def test_a_prediction_knows_nothing_of_what_comes_after_it():
+    """The leak probe: labels up to T, then everything behind T changed. The loss stays the same to the last bit."""
+    drafter = Eagle(EagleConfig(feature_layers=(1, 2, 3)), Target(tiny("llama")))
+    batch = own_answers(drafter.target, drafter.feature_layers)
+    last = 20
+    places = torch.arange(batch.tokens.shape[1])
+    batch = dataclasses.replace(batch, trained=batch.trained & (places <= last))
+
+    def changed(values: Tensor, first: int) -> Tensor:
+        values = values.clone()
+        values[:, first:] = torch.randint_like(values[:, first:], 128) if values.ndim == 2 else 7.0
+        return values
+
+    # Position t says what stands at t + 2 (+ step), from features up to t, tokens up to t + 1 (+ step), and is held
+    # against the target's own opinion at t + 1 (+ step).
+    other = dataclasses.replace(
+        batch,
+        tokens=changed(batch.tokens, last + 1),
+        features=changed(batch.features, last - 1),
+        hidden=changed(batch.hidden, last),
+    )
+    assert drafter(batch).count == drafter(other).count > 0
+    assert drafter(batch).total.equal(drafter(other).total)
+    seen = dataclasses.replace(batch, features=changed(batch.features, last - 2))
+    assert not drafter(batch).total.equal(drafter(seen).total)
+
+
+def test_padding_and_neighbours_change_no_loss():
+    """NA3: the sum of a batch is the sum of its rows, whatever stands behind them."""
+    drafter = Eagle(EagleConfig(feature_layers=(1, 2, 3)), Target(tiny("llama")))
+    batch = own_answers(drafter.target, drafter.feature_layers)
+    whole = drafter(batch)
+    parts = []
+    for row in range(3):
+        length = int(batch.attention[row].sum())
+        alone = FeatureBatch(
+            *(getattr(batch, field.name)[row : row + 1, :length] for field in dataclasses.fields(batch))
+        )
+        parts.append(drafter(alone))
+    assert whole.count == sum(part.count for part in parts)
+    assert torch.allclose(whole.total, sum(part.total for part in parts), rtol=1e-5)
+
+
+def test_a_batch_without_trained_tokens_has_no_loss_and_no_gradient():
+    """NA1"""
+    drafter = Eagle(EagleConfig(feature_layers=(1, 2, 3)), Target(tiny("llama")))
+    batch = own_answers(drafter.target, drafter.feature_layers)
+    loss = drafter(dataclasses.replace(batch, trained=torch.zeros_like(batch.trained)))
+    loss.total.backward()
+    assert loss.count == 0 and loss.total == 0
+    assert all(each.grad is None or (each.grad == 0).all() for each in drafter.parameters())
+
+
+def test_it_drafts_from_its_own_vocabulary_only():
+    """VO3: the draft vocabulary is the most frequent tokens of the answers, wherever they lie."""
+    case = Case("llama", "", "T1", 3)
+    drafter = Eagle(EagleConfig(draft_vocab_size=32), Target(case.model)).eval()
+    counts = torch.zeros(128, dtype=torch.long)
+    wanted = torch.randperm(128, generator=torch.Generator().manual_seed(4))[:32]
+    counts[wanted] = torch.arange(1, 33)
+    drafter.start(counts)
+    assert sorted(drafter.ids.tolist()) == sorted(wanted.tolist())
+    assert drafter.lm_head.weight.equal(case.model.get_output_embeddings().weight[drafter.ids])
+    drafted = set()
+
+    class Seen(Passing):
+        def propose(self, state, seen, root, plan, noise):
+            tree = super().propose(state, seen, root, plan, noise)
+            drafted.update(tree.tokens[:, 1:].flatten().tolist())
+            return tree
+
+    settings: dict[str, Any] = {"drafter": Seen(drafter), "plan": Plan(3, 3), "max_new_tokens": NEW}
+    ours = selfdraft.generate(case.model, **case.inputs, seed=5, do_sample=True, top_k=0, **settings)
+    same_tokens(ours, plain(case))
+    assert len(drafted) > 10 and drafted <= set(wanted.tolist())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_fits_every_family_by_default(family):
+    """Layers, heads and sizes that the config leaves open are taken from the target, and written down."""
+    target = Target(tiny(family))
+    config = Eagle(EagleConfig(), target).config
+    assert 0 not in (config.hidden_size, config.num_heads, config.head_dim, config.draft_vocab_size, config.rope_theta)
+    assert config.feature_layers and max(config.feature_layers) <= target.num_layers
+    assert Eagle(config, target).config == config
+
+
+def test_nothing_of_the_target_is_its_own():
+    drafter = Eagle(EagleConfig(), Target(tiny("llama")))
+    assert isinstance(drafter, TrainableDrafter)
+    theirs = {each.data_ptr() for each in tiny("llama").parameters()}
+    assert not theirs & {each.data_ptr() for each in drafter.parameters()}
+    assert not any("embed" in name for name in drafter.state_dict())
+
+
+def test_layers_that_do_not_exist_are_refused():
+    target = Target(tiny("llama"))
+    drafter = Eagle(EagleConfig(feature_layers=(1, 5)), target)
+    with pytest.raises(ValueError, match="4 layers"):
+        selfdraft.generate(target.model, **prompts((4,)), drafter=drafter, max_new_tokens=2, **GREEDY)
+    with pytest.raises(ValueError, match="hidden_size must be 64"):
+        Eagle(EagleConfig(hidden_size=32), target)

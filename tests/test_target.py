@@ -1,0 +1,96 @@
+"""Target: the features and logits it hands out are those of an ordinary pass of the model, in every family."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from selfdraft.cache import SlotCache
+from selfdraft.target import Target
+from tests.models import EVERY, FAMILIES, prompts, row, tiny
+
+# Passes of different widths add up in another order; logits of these models are of size 10.
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+def ordinary(model, ids: torch.Tensor):
+    """One pass as anybody would write it."""
+    with torch.no_grad():
+        return model(input_ids=ids, output_hidden_states=True, use_cache=False)
+
+
+def right_padded(lengths: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The texts as a batch, and each alone."""
+    inputs = prompts(lengths)
+    rows = [row(inputs, index)["input_ids"] for index in range(len(lengths))]
+    return torch.nn.utils.rnn.pad_sequence([each[0] for each in rows], batch_first=True), rows
+
+
+@pytest.mark.parametrize(("family", "attention"), EVERY)
+def test_the_features_for_training_are_the_hidden_states_of_an_ordinary_pass(family, attention):
+    model = tiny(family, attention)
+    tokens, rows = right_padded((20, 5, 31))
+    with torch.no_grad():
+        features, hidden = Target(model).encode(tokens, (1, 3, 4, -1))
+    for index, ids in enumerate(rows):
+        states = ordinary(model, ids).hidden_states
+        expected = torch.cat([states[layer][0] for layer in (1, 3, 4, -1)], dim=-1)
+        assert torch.allclose(features[index, : ids.shape[1]], expected, **CLOSE)
+        assert torch.allclose(hidden[index, : ids.shape[1]], states[-1][0], **CLOSE)
+
+
+@pytest.mark.parametrize(("family", "attention"), EVERY)
+def test_the_features_in_decoding_are_those_for_training(family, attention):
+    model = tiny(family, attention)
+    target, ids = Target(model), prompts((23,))["input_ids"]
+    cache = SlotCache(64)
+    places = torch.arange(23).unsqueeze(0)
+    width = cache.open(places, end=23, start=0)
+    slots = torch.arange(width).unsqueeze(0)
+    visible = slots.unsqueeze(1) <= places.unsqueeze(2)
+    with torch.no_grad():
+        logits, features = target.score(ids, places, visible, slots, cache, (1, 3, 4, -1))
+        trained, _ = target.encode(ids, (1, 3, 4, -1))
+    assert torch.allclose(features, trained, **CLOSE)
+    assert torch.allclose(logits, ordinary(model, ids).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_lent_head_turns_the_last_hidden_state_into_the_models_logits(family):
+    """TR6: on the wrong side of the final norm, or without the soft cap, a drafter learns another head."""
+    model = tiny(family)
+    output = ordinary(model, prompts((12,))["input_ids"])
+    with torch.no_grad():
+        ours = Target(model).project(output.hidden_states[-1])
+    assert torch.allclose(ours, output.logits, **CLOSE)
+
+
+def test_the_window_covers_as_many_tokens_as_the_family_says():
+    target = Target(tiny("gemma2"))
+    places = torch.arange(40).unsqueeze(0)
+    visible = places.unsqueeze(1) <= places.unsqueeze(2)
+    masks = target._masks(visible, places, places)
+    assert set(masks) == {"full_attention", "sliding_attention"}
+    seen = {kind: (mask == 0).sum(dim=-1)[0, 0].tolist() for kind, mask in masks.items()}
+    assert seen["full_attention"] == list(range(1, 41))
+    assert seen["sliding_attention"] == [min(16, count) for count in range(1, 41)]
+
+
+def test_the_identity_follows_the_weights_and_not_their_dtype(tmp_path):
+    model = tiny("llama")
+    own = Target(model).identity()
+    model.save_pretrained(tmp_path / "model")
+    low = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    theirs = Target(low).identity()
+    assert {**theirs, "name": ""} == {**own, "name": ""}
+    assert theirs["name"] == "model"
+    assert Target(tiny("qwen2")).identity()["fingerprint"] != own["fingerprint"]
+
+
+def test_nothing_is_stored_on_the_model():
+    model = tiny("llama")
+    before, config = set(vars(model)), copy.deepcopy(model.config.to_dict())
+    target = Target(model)
+    target.identity()
+    assert set(vars(model)) == before and model.config.to_dict() == config

@@ -1,0 +1,395 @@
+"""The trainer: a stopped training continues exactly, gradients do not depend on how a step is cut, nothing is lost."""
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "train"))
+import data  # noqa: E402
+import heads  # noqa: E402
+
+from selfdraft import load_drafter  # noqa: E402
+from selfdraft.drafters.base import FeatureBatch, LossSum  # noqa: E402
+
+TINY = sorted(path.stem for path in (ROOT / "configs").glob("tiny_*.yaml"))
+ALONE = ["--data.validation", "", "--threads", "1"]  # no evaluation
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    """A drafter for these tests."""
+
+    dropout: float = 0.5
+    """Makes the loss use torch's global random state."""
+    nan_at: int = -1
+    """The call of `loss` from which on it is not a number."""
+    nan_calls: int = 1
+    """For so many calls."""
+
+
+class Toy(nn.Module):
+    """Predicts the next token from the last hidden state. Has a weight that the loss can be made to forget."""
+
+    config_class = ToyConfig
+    feature_layers = (-1,)
+    forgotten = False
+
+    def __init__(self, config, target):
+        super().__init__()
+        self.config, self.lent, self.calls = config, [target], 0
+        self.inner = nn.Linear(target.hidden_size, target.hidden_size)
+        self.forgettable = nn.Linear(1, 1)
+        self.register_buffer("started", torch.zeros(1))
+
+    @property
+    def target(self):
+        return self.lent[0]
+
+    def start(self, answer_counts):
+        assert answer_counts.sum() > 0
+        self.started += 1
+
+    def forward(self, batch: FeatureBatch) -> LossSum:
+        hidden = nn.functional.dropout(self.inner(batch.features[:, :-1].float()), self.config.dropout, self.training)
+        logits = hidden @ self.target.model.get_input_embeddings().weight.float().T
+        losses = nn.functional.cross_entropy(logits.transpose(1, 2), batch.tokens[:, 1:], reduction="none")
+        total = (losses * batch.trained[:, 1:]).sum()
+        if not self.forgotten:
+            total = total + 0 * self.forgettable(torch.ones(1)).sum()
+        if self.config.nan_at <= self.calls < self.config.nan_at + self.config.nan_calls:
+            total = total * float("nan")
+        self.calls += 1
+        return LossSum(total, batch.trained[:, 1:].sum())
+
+    loss = forward
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    threads = torch.get_num_threads()
+    monkeypatch.chdir(ROOT)
+    yield
+    AcceleratorState._reset_state(True)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setattr(heads, "drafter_class", lambda kind: Toy)
+    monkeypatch.setattr(heads, "trainable_kinds", lambda: ["toy"])
+
+
+def train(output: Path, *more: str, recipe: str = "tiny_eagle3") -> Path:
+    AcceleratorState._reset_state(True)
+    heads.main(["--config", f"configs/{recipe}.yaml", "--output_dir", str(output), *more])
+    return output
+
+
+def train_toy(output: Path, *more: str) -> Path:
+    AcceleratorState._reset_state(True)
+    keys = {
+        "drafter": "toy",
+        "target": "configs/targets/tiny_llama.json",
+        "data.train": "tests/data/tiny_train.jsonl",
+        "data.step_tokens": 256,
+        "data.forward_tokens": 128,
+        "optim.matrix_lr": 1e-3,
+        "max_steps": 20,
+        "save_every": 5,
+        "threads": 1,
+        "output_dir": output,
+    }
+    heads.main([f"--{key}={value}" for key, value in keys.items()] + list(more))
+    return output
+
+
+def stop_in_step(number: int, monkeypatch) -> None:
+    """Ctrl-C while step `number` is logged."""
+    plain = heads.log
+
+    def log(accelerator, output, step, values):
+        if step == number:
+            raise KeyboardInterrupt
+        plain(accelerator, output, step, values)
+
+    monkeypatch.setattr(heads, "log", log)
+
+
+def records(output: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def assert_same_training(ours: Path, reference: Path) -> None:
+    """Bit for bit: losses of all steps, weights, optimizers, and the drafter for use."""
+    assert records(ours) == records(reference)
+    newest = heads.newest_checkpoint(reference / "checkpoints").name
+    assert heads.newest_checkpoint(ours / "checkpoints").name == newest
+    for file in ("drafter/model.safetensors", f"checkpoints/{newest}/model.safetensors"):
+        assert (ours / file).read_bytes() == (reference / file).read_bytes()
+    for file in ("optimizer.bin", "optimizer_1.bin"):
+        mine, theirs = (torch.load(run / "checkpoints" / newest / file)["state"] for run in (ours, reference))
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_tiny_recipe_trains_a_drafter_that_loads_and_learns(tmp_path, recipe):
+    output = train(tmp_path / "run", "--threads", "1", recipe=recipe)
+    steps = [line for line in records(output) if "loss" in line]
+    evaluations = [line for line in records(output) if "tokens_per_round" in line]
+    assert [line["step"] for line in steps] == list(range(1, 21))
+    assert [line["step"] for line in evaluations] == [10, 20]
+    assert sum(line["loss"] for line in steps[-5:]) < sum(line["loss"] for line in steps[:5])
+    assert evaluations[-1]["tokens_per_round"] >= 1
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-15", "step-20"]
+    model, _ = heads.load_target("configs/targets/tiny_llama.json")
+    loaded = load_drafter(output / "drafter", model)
+    saved = load_file(output / "drafter" / "model.safetensors")
+    assert saved.keys() == loaded.state_dict().keys()
+    trainable = sum(weight.numel() for weight in loaded.parameters())
+    assert (output / "drafter" / "model.safetensors").stat().st_size < 4 * trainable * 1.01 + 16384
+
+
+def test_training_killed_in_the_middle_and_started_again_equals_a_straight_one(tmp_path):
+    """SIGKILL to the real command, through accelerate launch, at some moment after the second checkpoint."""
+    straight = train(tmp_path / "straight", "--max_steps", "60", "--threads", "1")
+    killed = tmp_path / "killed"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "train/heads.py", "--output_dir", str(killed)]
+    command += ["--config", "configs/tiny_eagle3.yaml", "--max_steps", "60", "--threads", "1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL) as process:
+        while not (killed / "checkpoints" / "step-10").exists():
+            assert process.poll() is None
+            time.sleep(0.005)
+        os.killpg(process.pid, signal.SIGKILL)
+    reached = heads.newest_checkpoint(killed / "checkpoints").name
+    assert reached != "step-60", "the training was over before it was killed"
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert f"resuming after step {reached.removeprefix('step-')} from" in again.stdout
+    assert_same_training(killed, straight)
+
+
+def test_resume_is_exact_with_random_numbers_in_use_and_in_the_second_epoch(tmp_path, toy, monkeypatch, capsys):
+    straight = train_toy(tmp_path / "straight")
+    assert len(data.plan_epoch(np.full(48, 28), 256, 0, 0)) < 8  # so step 8 is in the second epoch
+    with monkeypatch.context() as patch:
+        stop_in_step(8, patch)
+        with pytest.raises(SystemExit) as stopped:
+            train_toy(tmp_path / "stopped")
+    assert stopped.value.code == 130
+    assert "the newest checkpoint is of step 5; give the same command again" in capsys.readouterr().out
+    torch.manual_seed(1234)
+    assert_same_training(train_toy(tmp_path / "stopped"), straight)
+
+
+def test_start_is_called_once_and_not_on_resume(tmp_path, toy, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_in_step(8, patch)
+        with pytest.raises(SystemExit):
+            train_toy(tmp_path)
+    train_toy(tmp_path)
+    assert load_file(tmp_path / "drafter" / "model.safetensors")["started"].item() == 1
+
+
+def test_finished_training_started_again_says_so_and_changes_nothing(tmp_path, toy, capsys):
+    train_toy(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    train_toy(tmp_path)
+    assert "this training is finished (20 steps)" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+
+def test_other_settings_do_not_continue_a_training(tmp_path, toy):
+    train_toy(tmp_path)
+    with pytest.raises(ValueError, match="belongs to another training .optim.lr was 0.001 and is now 0.01."):
+        train_toy(tmp_path, "--optim.lr", "0.01")
+    with pytest.raises(ValueError, match="data.content was .* and is now"):
+        train_toy(tmp_path, "--data.train", "tests/data/tiny_validation.jsonl")
+
+
+def gradients(batches, drafter_and_target, monkeypatch) -> dict[str, torch.Tensor]:
+    drafter, target = drafter_and_target
+    AcceleratorState._reset_state(True)
+    accelerator = heads.Accelerator(mixed_precision="no", cpu=True)
+    drafter.zero_grad()
+    heads.accumulate_gradients(accelerator, accelerator.prepare(drafter), target, batches)
+    return {name: weight.grad.clone() for name, weight in drafter.named_parameters()}
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_gradient_does_not_depend_on_accumulation_or_padding(recipe, monkeypatch):
+    """One batch of 8, 2 x 4, 8 x 1, an empty batch more, and 50 columns of padding more. float32 sums in another order
+    differ by about 1e-6 of the largest entry; a mean of means would be off by several percent."""
+    wanted, config = heads.parse_recipe(["--config", f"configs/{recipe}.yaml"])
+    model, _ = heads.load_target(wanted.target)
+    target = heads.Target(model)
+    read = data.read_conversations(wanted.data.train, 64, target.vocab_size)
+    torch.manual_seed(0)
+    drafter = heads.drafter_class(wanted.drafter)(config, target)
+    drafter.start(read.answer_counts(target.vocab_size))
+    eight = np.argsort(read.lengths)[::6]  # of different lengths
+    assert len(eight) == 8 and len(set(read.lengths[eight])) > 3
+
+    def padded(indices):
+        tokens, trained, attention = data.collate(read, indices)
+        return tuple(nn.functional.pad(part, (0, 50)) for part in (tokens, trained, attention))
+
+    layouts = {
+        "2x4": [data.collate(read, part) for part in np.split(eight, 2)],
+        "8x1": [data.collate(read, part) for part in np.split(eight, 8)],
+        "with an empty batch": [data.collate(read, eight), data.collate(read, eight[:0])],
+        "padded": [padded(eight)],
+    }
+    reference = gradients([data.collate(read, eight)], (drafter, target), monkeypatch)
+    assert any(gradient.abs().max() > 0 for gradient in reference.values())
+    for layout, batches in layouts.items():
+        for name, gradient in gradients(batches, (drafter, target), monkeypatch).items():
+            scale = reference[name].abs().max().item()
+            close = torch.allclose(gradient, reference[name], rtol=1e-4, atol=1e-5 * scale)
+            assert close, (layout, name, (gradient - reference[name]).abs().max().item(), scale)
+
+
+def test_two_processes_train_like_one(tmp_path):
+    """Gradients are summed over both, and everything is saved once. (accelerate launch has no local CPU processes.)"""
+    more = ["--mixed_precision", "no", "--max_steps", "2", *ALONE, "--optim.lr", "1e-6", "--optim.matrix_lr", "0"]
+    one = train(tmp_path / "one", *more)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "train/heads.py"]
+    command += ["--config", "configs/tiny_eagle3.yaml", "--output_dir", str(tmp_path / "two"), *more]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1"}
+    subprocess.run(command, env=environment, check=True, timeout=300, capture_output=True)
+    for ours, reference in zip(records(tmp_path / "two"), records(one), strict=True):
+        assert ours["trained"] == reference["trained"]
+        assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-4)
+        assert ours["gradient_norm"] == pytest.approx(reference["gradient_norm"], rel=1e-4)
+    files = sorted(path.name for path in (tmp_path / "two" / "checkpoints" / "step-2").iterdir())
+    assert files == ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl", "state.json"]
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing(tmp_path, toy):
+    one_pass = ["--data.forward_tokens", "10000", "--save_every", "1", "--max_steps", "5"]
+    train_toy(tmp_path, "--model.nan_at", "4", "--optim.weight_decay", "0.1", *one_pass)
+    before, after = (load_file(tmp_path / "checkpoints" / f"step-{n}" / "model.safetensors") for n in (4, 5))
+    torch.testing.assert_close(before, after, rtol=0, atol=0)
+    assert math.isfinite(records(tmp_path)[-2]["loss"])
+    assert math.isnan(records(tmp_path)[-1]["loss"])  # reported as it is
+
+
+def test_a_training_that_stays_without_finite_gradients_ends(tmp_path, toy):
+    with pytest.raises(ValueError, match="10 steps in a row had no finite gradient.*newest checkpoint is of step 15"):
+        train_toy(tmp_path, "--model.nan_at", "6", "--model.nan_calls", "100", "--data.forward_tokens", "10000")
+    assert records(tmp_path)[-1]["step"] == 15
+
+
+def test_a_weight_that_the_loss_forgets_is_named(tmp_path, toy, monkeypatch):
+    monkeypatch.setattr(Toy, "forgotten", True)
+    with pytest.raises(ValueError, match="does not depend on these weights.*forgettable.weight, forgettable.bias"):
+        train_toy(tmp_path)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path, toy, monkeypatch):
+    """The limit on the size of a file stands for the full disk: the kernel refuses the write in the middle."""
+    straight = train_toy(tmp_path / "straight")
+    stopped = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        stop_in_step(8, patch)
+        with pytest.raises(SystemExit):
+            train_toy(stopped)
+    before = {path: path.read_bytes() for path in (stopped / "checkpoints").rglob("*") if path.is_file()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        with pytest.raises(ValueError, match="could not write .*step-10.*step-5 is whole: the same command continues"):
+            train_toy(stopped)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert before == {path: path.read_bytes() for path in (stopped / "checkpoints").rglob("*") if path.is_file()}
+    assert_same_training(train_toy(stopped), straight)
+
+
+def test_what_a_kill_during_a_save_leaves_is_not_taken_for_a_checkpoint(tmp_path, toy, monkeypatch):
+    straight = train_toy(tmp_path / "straight")
+    killed = tmp_path / "killed"
+    with monkeypatch.context() as patch:
+        # As SIGKILL would: the files are written, nothing after that happens, not even the tidying up.
+        patch.setattr(heads, "flush_to_disk", lambda folder: os.kill(os.getpid(), signal.SIGKILL))
+        child = os.fork()
+        if child == 0:
+            patch.setattr(sys, "stdout", open(os.devnull, "w"))
+            try:
+                train_toy(killed)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == [".partial-5"]
+    assert_same_training(train_toy(killed), straight)
+    assert not list((killed / "checkpoints").glob(".partial-*"))
+
+
+def test_wandb_gets_every_step_in_one_run(tmp_path, toy, monkeypatch):
+    """Offline, with the calls of accelerate's tracker recorded: a resume reports into the same run."""
+    wandb = pytest.importorskip("wandb")
+    runs, steps = [], []
+
+    class Run:
+        def log(self, values, step=None, **kwargs):
+            steps.append((step, values["loss"]))
+
+        def finish(self):
+            pass
+
+    monkeypatch.setattr(wandb, "init", lambda **kwargs: runs.append(kwargs) or Run())
+    monkeypatch.setattr(wandb, "config", dict(), raising=False)
+    with monkeypatch.context() as patch:
+        stop_in_step(8, patch)
+        with pytest.raises(SystemExit):
+            train_toy(tmp_path, "--log_with", "wandb")
+    train_toy(tmp_path, "--log_with", "wandb")
+    assert [step for step, _ in steps] == [*range(1, 8), *range(6, 21)]
+    assert runs[0]["id"] == runs[1]["id"] and runs[1]["resume"] == "allow"
+
+
+def test_missing_wandb_is_one_clear_error(tmp_path, toy, monkeypatch):
+    monkeypatch.setattr(heads.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        train_toy(tmp_path, "--log_with", "wandb")
+
+
+def test_the_learning_rate_rises_then_falls_to_a_tenth():
+    scales = [heads.learning_rate_scale(step, 100, 0.1) for step in range(100)]
+    assert scales[:10] == sorted(scales[:10]) and scales[10:] == sorted(scales[10:], reverse=True)
+    assert 0 < scales[0] < 0.1 and scales[10] == 1 and scales[-1] == pytest.approx(0.1, abs=0.001)
+
+
+def test_threads_are_all_cores_unless_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    accelerator = heads.Accelerator(cpu=True)
+    cores = len(os.sched_getaffinity(0))
+    cases = [  # --threads, OMP_NUM_THREADS, under accelerate launch -> threads set
+        (0, None, False, [cores]),
+        (0, "1", True, [cores]),  # the launcher's own default
+        (0, "1", False, []),
+        (0, "3", True, []),
+        (1, "1", True, [1]),
+    ]
+    for threads, variable, launched, wanted in cases:
+        for name, value in (("OMP_NUM_THREADS", variable), ("ACCELERATE_MIXED_PRECISION", "no" if launched else None)):
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+        asked.clear()
+        heads.use_cores(threads, accelerator)
+        assert asked == wanted
