@@ -1,5 +1,7 @@
 """SlotCache: preallocated keys and values, written at named slots and compacted on the device."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -37,7 +39,7 @@ class SlotCache(Cache):
         return self._width
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Called by transformers' attention: writes at the opened slots, returns the first `width` slots."""
         while len(self.keys) <= layer_idx:

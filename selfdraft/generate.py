@@ -82,7 +82,7 @@ def generate(
         ValueError: before the first forward pass, for what cannot be honoured exactly.
     """
     given = inputs if inputs is not None else kwargs.get("input_ids")
-    if given is not None and (given.ndim != 2 or given.shape[1] == 0):
+    if given is not None and (given.ndim != 2 or given.numel() == 0):
         raise ValueError(f"the prompt must be token ids [batch, time] with at least one token, not {list(given.shape)}")
     refuse_beams(kwargs.get("generation_config") or model.generation_config, kwargs)
     Target(model)  # names a model that cannot be drafted for before transformers prepares anything
@@ -199,6 +199,9 @@ def refuse(
 ) -> None:
     """ValueError that names what this loop cannot honour exactly."""
     refuse_beams(config, {})
+    mode = config.get_generation_mode().value
+    if mode not in ("greedy_search", "sample"):
+        raise ValueError(f"the options ask for {mode}; selfdraft decodes greedily or by sampling")
     for processor in processors:
         if type(processor).__name__ not in _SCORES_ONLY:
             raise ValueError(
@@ -214,6 +217,10 @@ def refuse(
     for name, value in model_kwargs.items():
         if name not in _OWN_INPUTS and value is not None:
             raise ValueError(f"the model argument '{name}' is not supported; pass input_ids and attention_mask only")
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    valid = torch.ones_like(input_ids) if mask is None else mask.long()
+    if positions is not None and ((positions - valid.cumsum(dim=1) + 1) * valid).any():
+        raise ValueError("position_ids that do not count the tokens of the attention_mask are not supported")
     cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError("continuing from a filled cache is not supported; pass the whole conversation as input_ids")
@@ -261,7 +268,7 @@ def row_seeds(seed: int | Sequence[int] | None, batch: int, device: torch.device
 def prefill(target: Target, cache: SlotCache, prompt: Prompt, layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
     """Fills the cache with the prompt, in chunks; logits [batch, 1, vocab] after its last token, and its features."""
     total = prompt.tokens.shape[1]
-    features = []
+    features: list[Tensor] = []
     for first in range(0, total, PREFILL_CHUNK):
         chunk = slice(first, min(first + PREFILL_CHUNK, total))
         positions = prompt.positions[:, chunk]
@@ -271,8 +278,9 @@ def prefill(target: Target, cache: SlotCache, prompt: Prompt, layers: tuple[int,
         slots = torch.arange(width, device=positions.device).expand(len(positions), -1)
         visible = slots.unsqueeze(1) <= positions.unsqueeze(2)
         logits, states = target.score(prompt.tokens[:, chunk], positions, visible, slots, cache, layers, 1)
-        features.append(states)
-    return logits, torch.cat(features, dim=1) if layers else None
+        if states is not None:
+            features.append(states)
+    return logits, torch.cat(features, dim=1) if features else None
 
 
 def tree_visibility(

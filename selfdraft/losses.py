@@ -51,9 +51,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
             total += normaliser.log().sum()
             if needs_hidden or needs_head:
                 gradient = exp.div_(normaliser).sub_(probs).to(hidden.dtype)
-                if needs_hidden:
+                if grad_hidden is not None:
                     grad_hidden[rows] = gradient @ weight
-                if needs_head:
+                if grad_head is not None:
                     grad_head += gradient.T @ hidden[rows]
         ctx.save_for_backward(grad_hidden, grad_head)
         ctx.mark_non_differentiable(hits)

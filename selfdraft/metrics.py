@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 
@@ -32,6 +33,18 @@ class Stats:
             counts.extend([0] * (max(drafted, accepted) - len(counts)))
             for level in range(depth):
                 counts[level] += 1
+
+    def add(self, other: "Stats") -> None:
+        """Adds the counts and seconds of another call."""
+        for counts, more in ((self.drafted, other.drafted), (self.accepted, other.accepted)):
+            counts[:] = [count + extra for count, extra in zip_longest(counts, more, fillvalue=0)]
+        self.new_tokens += other.new_tokens
+        self.prefills += other.prefills
+        self.rounds += other.rounds
+        self.prefill_seconds += other.prefill_seconds
+        self.draft_seconds += other.draft_seconds
+        self.verify_seconds += other.verify_seconds
+        self.total_seconds += other.total_seconds
 
     @property
     def tokens_per_round(self) -> float:

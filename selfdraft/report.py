@@ -7,7 +7,6 @@ import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -162,16 +161,9 @@ def _totals(answers: Sequence[Answer]) -> tuple[int, float]:
 def total_stats(answers: Iterable[Answer]) -> Stats:
     """The sum of the answers' counts and seconds; zeros for an arm that has none."""
     total = Stats()
-    for stats in [answer.stats for answer in answers if answer.stats is not None]:
-        for counts, more in ((total.drafted, stats.drafted), (total.accepted, stats.accepted)):
-            counts[:] = [count + extra for count, extra in zip_longest(counts, more, fillvalue=0)]
-        total.new_tokens += stats.new_tokens
-        total.prefills += stats.prefills
-        total.rounds += stats.rounds
-        total.prefill_seconds += stats.prefill_seconds
-        total.draft_seconds += stats.draft_seconds
-        total.verify_seconds += stats.verify_seconds
-        total.total_seconds += stats.total_seconds
+    for answer in answers:
+        if answer.stats is not None:
+            total.add(answer.stats)
     return total
 
 

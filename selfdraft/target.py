@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -131,7 +132,7 @@ class Target:
         return zeros.masked_fill(~visible, torch.finfo(self.dtype).min)
 
 
-def refuse(model: PreTrainedModel, config) -> None:
+def refuse(model: PreTrainedModel, config: Any) -> None:
     """ValueError, by name, for a model that cannot be verified by slots."""
     kind = config.model_type
     layer_types = set(getattr(config, "layer_types", None) or [])

@@ -1,7 +1,7 @@
 """DraftTree: ancestors, empty nodes, and which cache slots a node may see."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfdraft.generate import tree_visibility
@@ -13,6 +13,7 @@ def tree_of(tokens: list[list[int]], parents: list[list[int]]) -> DraftTree:
     return DraftTree(torch.tensor(tokens), torch.tensor(parents))
 
 
+@settings(deadline=None)
 @given(batches())
 def test_ancestors_are_those_found_by_following_parents(batch):
     reach = tree_of(*batch).ancestors()
@@ -21,6 +22,7 @@ def test_ancestors_are_those_found_by_following_parents(batch):
             assert reach[row, node].nonzero().flatten().tolist() == sorted(path_of(parents, node))
 
 
+@settings(deadline=None)
 @given(batches())
 def test_only_the_root_and_nodes_with_a_parent_are_nodes(batch):
     expected = [[node == 0 or parent >= 0 for node, parent in enumerate(parents)] for parents in batch[1]]
@@ -34,6 +36,7 @@ def test_ancestors_of_the_longest_chains_are_complete():
         assert chain.is_node.all()
 
 
+@settings(deadline=None)
 @given(batches(), st.data())
 def test_a_node_sees_the_committed_slots_and_its_own_path_alone(batch, data):
     tree = tree_of(*batch)

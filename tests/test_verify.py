@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -22,7 +22,7 @@ from selfdraft.verify import walk
 from tests.trees import batches, slow_walk
 
 VOCAB, TOTAL = 3, 4
-MODELS = range(12)
+MODELS = range(12)  # random pairs of target and drafter
 BOUND = 1e-12
 
 Prefix = tuple[int, ...]
@@ -30,6 +30,7 @@ Table = Callable[[Prefix], np.ndarray]
 Law = dict[Prefix, float]
 
 
+@settings(deadline=None)
 @given(batches(), st.data())
 def test_walk_equals_the_slow_obvious_loop(batch, data):
     tokens, parents = batch
@@ -206,8 +207,9 @@ def outcomes(target: Table, prefix: Prefix, tokens: list[int], parents: list[int
         texts.append((*texts[parent], token) if parent >= 0 else (*prefix, token))
     laws = [target(text) for text in texts]
     if noise == "independent":
-        picks = list(itertools.product(range(VOCAB), repeat=len(tokens)))
-        return picks, [float(np.prod([law[x] for law, x in zip(laws, each, strict=True)])) for each in picks]
+        every = np.indices([VOCAB] * len(tokens)).reshape(len(tokens), -1)
+        weights = np.prod([law[picks] for law, picks in zip(laws, every, strict=True)], axis=0)
+        return every.T.tolist(), weights.tolist()
     depths = [len(text) - len(prefix) for text in texts]
     levels = []
     for depth in range(max(depths) + 1):
@@ -229,9 +231,8 @@ def outcomes(target: Table, prefix: Prefix, tokens: list[int], parents: list[int
 def one_round(target: Table, prefix: Prefix, tree: tuple[list[int], list[int]], noise: str) -> Law:
     """The law of what one round emits, by the real walk on every outcome."""
     picks, weights = outcomes(target, prefix, *tree, noise)
-    tokens, parents = (torch.tensor([part] * len(picks)) for part in tree)
-    draft = DraftTree(tokens, parents)
-    reach = draft.ancestors()
+    draft = DraftTree(*(torch.tensor([part] * len(picks)) for part in tree))
+    reach = DraftTree(draft.tokens[:1], draft.parents[:1]).ancestors().expand(len(picks), -1, -1)
     kept = walk(draft, reach, reach.sum(dim=2) - 1, torch.tensor(picks), max_depth=2)
     law: Law = defaultdict(float)
     for accepted, emitted, weight in zip(kept.accepted.tolist(), kept.picks.tolist(), weights, strict=True):

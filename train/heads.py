@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> None:
 
     # Data.
     with accelerator.main_process_first():
-        read = {"max_length": recipe.data.max_length, "vocab_size": target.vocab_size}
+        read: dict[str, Any] = {"max_length": recipe.data.max_length, "vocab_size": target.vocab_size}
         read |= {"tokenizer": tokenizer, "end_ids": end_ids(model, tokenizer)}
         conversations = read_conversations(recipe.data.train, **read)
         held_out = None
@@ -402,7 +402,7 @@ def load_target(name: str) -> tuple[PreTrainedModel, Any]:
 
 def end_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     """The ids at which the target stops."""
-    found: set[int] = set()
+    found: set[Any] = set()
     for owner in (model.generation_config, tokenizer):
         ids = getattr(owner, "eos_token_id", None)
         found |= set(ids) if isinstance(ids, list) else {ids}
@@ -525,13 +525,14 @@ def evaluate(drafter: Any, target: Target, held_out: Conversations, recipe: Reci
     few = list(range(min(4 * prompts, len(held_out))))
     sums: dict[str, Tensor] = {}
     drafter.eval()
-    with torch.random.fork_rng(), torch.no_grad():
+    # Compiled layers would be compiled anew for the many shapes of decoding.
+    with torch.random.fork_rng(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for indices in share_step(np.array(few), held_out.lengths, recipe.data.forward_tokens, 1)[0]:
             add_loss(sums, drafter(live_features(target, drafter.feature_layers, *collate(held_out, indices))))
         loaded = selfdraft.load_drafter(folder, target.model)
         total = Stats()
         for index in few[:prompts]:
-            output = selfdraft.generate(
+            output: Any = selfdraft.generate(
                 target.model,
                 held_out.prompt(index).unsqueeze(0).to(target.device),
                 drafter=loaded,
@@ -540,22 +541,12 @@ def evaluate(drafter: Any, target: Target, held_out: Conversations, recipe: Reci
                 return_dict_in_generate=True,
                 seed=0,
             )
-            add_stats(total, output.stats)
+            total.add(output.stats)
     drafter.train()
     values = {name: value.item() for name, value in sums.items()}
     measured = {f"validation_{name}": value for name, value in means_of(values).items()}
     measured |= {f"acceptance_{depth}": rate for depth, rate in enumerate(total.acceptance_by_depth, start=1)}
     return {"tokens_per_round": total.tokens_per_round} | measured
-
-
-def add_stats(total: Stats, part: Stats) -> None:
-    total.new_tokens += part.new_tokens
-    total.prefills += part.prefills
-    total.rounds += part.rounds
-    for mine, theirs in ((total.drafted, part.drafted), (total.accepted, part.accepted)):
-        mine.extend([0] * (len(theirs) - len(mine)))
-        for depth, count in enumerate(theirs):
-            mine[depth] += count
 
 
 def describe(values: dict[str, float]) -> str:

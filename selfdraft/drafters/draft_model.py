@@ -77,6 +77,8 @@ class DraftModel(nn.Module):
     """Drafts with a causal LM. Its cache is brought up to date from what the target decided, once per round."""
 
     config_class = DraftModelConfig
+    draft_tokens: Tensor
+    stand_ins: Tensor
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: DraftModelConfig, target: Target, model: PreTrainedModel | None = None):

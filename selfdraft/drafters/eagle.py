@@ -173,6 +173,7 @@ class Eagle(nn.Module):
     """Drafts x_{t+2} from the target's features at t and the embedding of x_{t+1}, then from its own output."""
 
     config_class = EagleConfig
+    d2t: Tensor
 
     def __init__(self, config: EagleConfig, target: Target):
         super().__init__()
@@ -244,9 +245,9 @@ class Eagle(nn.Module):
 
     def read(self, cache: SlotCache, seen: Observed, root: Int[Tensor, " batch"]) -> Float[Tensor, "batch time hidden"]:
         """Takes the newly committed positions into the drafter's cache, with the target's true features."""
-        width = cache.open(seen.positions, seen.longest + seen.tokens.shape[1], None)
-        if seen.start is not None:
-            width = cache.open(seen.positions, seen.start + seen.tokens.shape[1], seen.start)
+        assert seen.features is not None, "feature_layers asks for them"
+        end = (seen.longest if seen.start is None else seen.start) + seen.tokens.shape[1]
+        width = cache.open(seen.positions, end, seen.start)
         slots = torch.arange(width, device=root.device)
         visible = slots <= seen.positions.unsqueeze(-1)
         return self.attend(cache, seen.next_tokens(root), self.fuse(seen.features), seen.positions, visible)

@@ -80,6 +80,8 @@ class Medusa(nn.Module):
 
     config_class = MedusaConfig
     feature_layers: tuple[int, ...] = (-1,)
+    rank_hits: Tensor
+    draft_tokens: Tensor
 
     def __init__(self, config: MedusaConfig, target: Target):
         super().__init__()
@@ -110,9 +112,14 @@ class Medusa(nn.Module):
         """The target's token id of every draft token; None when they are the same."""
         return getattr(self, "draft_tokens", None)
 
+    @property
+    def weight(self) -> Float[Tensor, "size size"]:
+        """The first weight of the first head: it has the size and dtype that all heads have."""
+        return next(self.heads.parameters())
+
     def check(self, target: Target) -> None:
         """ValueError unless width and vocabulary fit, and the draft vocabulary is a valid one."""
-        size = self.heads[0][0].linear.in_features
+        size = self.weight.shape[1]
         if size != target.hidden_size:
             raise ValueError(
                 f"these Medusa heads read hidden states of size {size}, and the target's have {target.hidden_size}; "
@@ -137,6 +144,7 @@ class Medusa(nn.Module):
         if plan not in state.shapes:
             state.shapes[plan] = tree_shape(state.hits, plan, min(RANKS, self.config.draft_vocab_size), root.device)
         levels, ranks, parents = state.shapes[plan]
+        assert seen.features is not None, "feature_layers asks for them"
         newest = seen.last(seen.features)
         hidden = [self.think(head, newest).to(state.rows[0].dtype) for head in range(plan.depth)]
         if self.config.own_projection:
@@ -151,16 +159,16 @@ class Medusa(nn.Module):
 
     def think(self, head: int, hidden: Float[Tensor, "*shape size"]) -> Float[Tensor, "*shape size"]:
         """What head `head` makes of the target's hidden state."""
-        return self.heads[head](hidden.to(self.heads[0][0].linear.weight.dtype))
+        return self.heads[head](hidden.to(self.weight.dtype))
 
-    def vocabulary_rows(self) -> list[Float[Tensor, "draft_vocab size"]]:
+    def vocabulary_rows(self) -> list[Tensor]:
         """The weight of every head's vocabulary projection: one and the same of the target's, or its own.
 
         A bias or soft cap of the target's projection (few families have one) is left out, in training as in use.
         Copies rows when the draft vocabulary is a part of the target's, so ask once per call or step.
         """
         if self.config.own_projection:
-            return [own.weight for own in self.projections]
+            return list(self.projections.parameters())
         rows = self.target.model.get_output_embeddings().weight
         return [rows if self.ids is None else rows[self.ids]] * self.config.heads
 
@@ -172,8 +180,8 @@ class Medusa(nn.Module):
         if self.ids is not None:
             self.ids.copy_(answer_counts.to(self.ids.device).topk(len(self.ids)).indices.sort().values)
         rows = self.target.model.get_output_embeddings().weight
-        for own in self.projections:
-            own.weight.copy_(rows if self.ids is None else rows[self.ids])
+        for own in self.projections.parameters():
+            own.copy_(rows if self.ids is None else rows[self.ids])
 
     def forward(self, batch: FeatureBatch) -> LossSum:
         """Sum over heads i of decay^i * CE(target over the draft vocabulary, head i), at answer tokens.
@@ -250,7 +258,11 @@ def tree_shape(
         if level + 1 < plan.depth:
             for each in range(width):
                 heapq.heappush(candidates, (minus * hits[level + 1][each], level + 1, each, len(levels)))
-    return tuple(torch.tensor(part, device=device) for part in (levels, chosen, [parents]))
+    return (
+        torch.tensor(levels, device=device),
+        torch.tensor(chosen, device=device),
+        torch.tensor([parents], device=device),
+    )
 
 
 drafter_class = Medusa

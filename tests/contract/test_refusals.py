@@ -1,11 +1,22 @@
 """What cannot be honoured is refused by one ValueError, before the model runs."""
 
+import inspect
+
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, LogitsProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 
 import selfdraft
 from tests.contract.arms import GREEDY, Case
+from tests.models import tiny
 
 CASE = Case("llama", "sdpa", "greedy", 3)
 _SMALL = {
@@ -76,7 +87,8 @@ def test_a_family_that_cannot_be_rolled_back_is_refused_by_name(family, through)
         if through == "selfdraft":
             selfdraft.generate(model, ids, drafter="ngram", max_new_tokens=4)
         else:
-            selfdraft.decode(model, ids, [], [], model.generation_config, drafter="ngram")
+            nothing = LogitsProcessorList(), StoppingCriteriaList()
+            selfdraft.decode(model, ids, *nothing, model.generation_config, drafter="ngram")
 
 
 class Favourite(LogitsProcessor):
@@ -95,7 +107,7 @@ class Favourite(LogitsProcessor):
         ("NoRepeatNGram", {"no_repeat_ngram_size": 2}),
         ("NoBadWords", {"bad_words_ids": [[5]]}),
         ("SequenceBias", {"sequence_bias": [[[5], 2.0]]}),
-        ("MinNewTokens", {"min_new_tokens": 3, "eos_token_id": 5}),
+        ("MinLength", {"min_new_tokens": 3, "eos_token_id": 5}),
         ("ExponentialDecay", {"exponential_decay_length_penalty": (2, 1.1), "eos_token_id": 5}),
         ("PrefixConstrained", {"prefix_allowed_tokens_fn": lambda row, ids: [1, 2]}),
         ("Guidance", {"guidance_scale": 2.0}),
@@ -107,12 +119,19 @@ class Favourite(LogitsProcessor):
         ("output_attentions", {"output_attentions": True, "return_dict_in_generate": True}),
         ("dola", {"dola_layers": "low"}),
         ("contrastive", {"penalty_alpha": 0.6, "top_k": 4}),
+        ("assisted", {"prompt_lookup_num_tokens": 3}),
         ("position_ids", {"position_ids": torch.zeros(3, 14, dtype=torch.long)}),
+        ("inputs_embeds", {"input_ids": None, "inputs_embeds": torch.zeros(3, 14, 64)}),
     ],
 )
 def test_an_option_that_cannot_be_honoured_is_named(name, settings, model):
     with pytest.raises(ValueError, match=f"(?i){name}"):
-        selfdraft.generate(model, **CASE.inputs, drafter="ngram", **{"max_new_tokens": 8, **GREEDY, **settings})
+        selfdraft.generate(model, drafter="ngram", **{**CASE.inputs, "max_new_tokens": 8, **GREEDY, **settings})
+
+
+def test_an_assistant_of_transformers_is_refused(model):
+    with pytest.raises(ValueError, match="assist"):
+        selfdraft.generate(model, **CASE.inputs, assistant_model=tiny("llama", "eager"), max_new_tokens=8, **GREEDY)
 
 
 @pytest.mark.parametrize("where", ["generation_config", "argument"])
@@ -129,11 +148,13 @@ def test_options_of_the_checkpoints_own_config_are_not_forgotten(where, model, m
 def test_a_filled_cache_is_refused():
     cache = DynamicCache()
     inputs = {name: each[2:] for name, each in CASE.inputs.items()}
+    # Older versions of transformers call the argument `past_key_values`.
+    name = "cache" if "cache" in inspect.signature(CASE.model.forward).parameters else "past_key_values"
     with torch.no_grad():
-        CASE.model(input_ids=inputs["input_ids"][:, :-1], past_key_values=cache, use_cache=True)
+        CASE.model(input_ids=inputs["input_ids"][:, :-1], use_cache=True, **{name: cache})
     assert cache.get_seq_length() == 13
     with pytest.raises(ValueError, match="filled cache"):
-        selfdraft.generate(CASE.model, **inputs, past_key_values=cache, max_new_tokens=8, **GREEDY)
+        selfdraft.generate(CASE.model, **inputs, **{name: cache}, max_new_tokens=8, **GREEDY)
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (0, 4), (4,)], ids=str)

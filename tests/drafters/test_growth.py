@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfdraft import Plan
@@ -53,6 +53,7 @@ def slow_growth(plan: Plan, seed: int, row: int, names: list[int]) -> set[tuple[
     return {path for _, path in sorted(everything, reverse=True)[: plan.nodes]}
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 40), st.integers(0, 10**6), st.booleans())
 def test_growth_equals_the_slow_expansion(depth, width, nodes, seed, renamed):
     plan = Plan(depth, width, nodes)
@@ -90,6 +91,7 @@ def scored_trees(draw):
     return parents, logs
 
 
+@settings(deadline=None)
 @given(scored_trees(), st.integers(1, 14))
 def test_pruning_keeps_the_likeliest_nodes_and_their_parents(scored, nodes):
     parents, logs = scored

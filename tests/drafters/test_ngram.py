@@ -1,7 +1,7 @@
 """N-gram lookup: equal to the slow obvious search, whatever the rounds were."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import selfdraft
@@ -45,6 +45,7 @@ def observed(texts: list[list[int]], first: list[int], last: list[int]) -> Obser
     return Observed(torch.tensor(tokens), torch.tensor(positions), torch.tensor(last), None, max(last))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_drafts_are_those_of_the_slow_search_whatever_the_rounds(data):
     rows, longest, depth = 2, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
