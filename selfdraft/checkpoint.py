@@ -76,7 +76,7 @@ def load_drafter(source: str | Path, model: PreTrainedModel, strict: bool = True
     if str(source) in untrained_kinds():
         return drafter_class(str(source)).for_target(target)
     folder = find_folder(source)
-    document = json.loads((folder / "config.json").read_text())
+    document = read_document(folder / "config.json")
     ours = document.get("selfdraft")
     if ours is None and "model_type" in document:
         drafter = drafter_class("draft_model").from_model(AutoModelForCausalLM.from_pretrained(folder), target)
@@ -169,6 +169,19 @@ def find_folder(source: str | Path) -> Path:
             f"'{source}' is not a folder, not a drafter that needs no training ({', '.join(untrained_kinds())}), "
             f"and not to be had from the hub ({type(error).__name__}); {suggest(str(source), untrained_kinds())}"
         ) from error
+
+
+def read_document(file: Path) -> dict:
+    """The config, as far as it can be read: a JSON object whose `selfdraft` part, if there is one, is whole."""
+    try:
+        document = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); copy or train the drafter again") from error
+    ours = document.get("selfdraft") if isinstance(document, dict) else {}
+    missing = set() if ours is None else {"drafter", "config", "target"} - set(ours)
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(sorted(missing))}; copy or train the drafter again")
+    return document
 
 
 def check_identity(trained_for: dict, given: dict, strict: bool) -> None:

@@ -338,7 +338,7 @@ def divergences(
             continue
         of_arm = found.setdefault(answer.arm, {})
         position = first_difference(answer.tokens, expected[answer.prompt])
-        if position is None or answer.prompt in of_arm:
+        if position is None:
             continue
         agreed = torch.tensor([answer.tokens[:position]], dtype=torch.long, device=model.device)
         prefix = torch.cat([prompts[answer.prompt], agreed], dim=1)

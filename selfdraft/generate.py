@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def generate(
     model: PreTrainedModel,
     inputs: Tensor | None = None,
     *,
-    drafter: Drafter | str | Sequence | None = None,
+    drafter: Drafter | str | Path | Sequence | None = None,
     plan: Plan | None = None,
     seed: int | Sequence[int] | None = None,
     **kwargs: Any,
@@ -85,6 +86,8 @@ def generate(
     if given is not None and (given.ndim != 2 or given.numel() == 0):
         raise ValueError(f"the prompt must be token ids [batch, time] with at least one token, not {list(given.shape)}")
     refuse_beams(kwargs.get("generation_config") or model.generation_config, kwargs)
+    if kwargs.get("assistant_model") is not None:  # transformers would drop it without a word
+        raise ValueError("an assistant_model of transformers is not used here; pass what shall draft as `drafter`")
     Target(model)  # names a model that cannot be drafted for before transformers prepares anything
     # transformers passes only arguments that its own sampler lacks, and the sampler has `streamer`: bind it here.
     loop = partial(decode, streamer=kwargs["streamer"]) if kwargs.get("streamer") is not None else decode
@@ -97,7 +100,7 @@ def decode(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    drafter: Drafter | str | Sequence | None = None,
+    drafter: Drafter | str | Path | Sequence | None = None,
     plan: Plan | None = None,
     seed: int | Sequence[int] | None = None,
     streamer: Any = None,

@@ -39,8 +39,8 @@ class DraftTree:
         """
         count = self.tokens.shape[1]
         own = torch.eye(count, device=self.tokens.device)
-        one_step = torch.nn.functional.one_hot(self.parents.clamp(min=0), count).to(own.dtype)
-        reach = own + one_step * (self.parents >= 0).unsqueeze(-1)
+        index = torch.arange(count, device=self.tokens.device)
+        reach = own + (self.parents.unsqueeze(-1) == index).to(own.dtype)
         for _ in range(math.ceil(math.log2(count)) if count > 1 else 0):
             reach = (reach @ reach).clamp(max=1)
         return reach > 0

@@ -17,12 +17,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import selfdraft.generate
 from selfdraft.cache import SlotCache
 from selfdraft.sampling import Noise
 from selfdraft.target import Target
 from tests.contract import checks
-from tests.contract.arms import CHAIN, TREE, Case, arms, plain
+from tests.contract.arms import CHAIN, LOOP, TREE, Case, arms, plain
 
 ARMS = arms()
 
@@ -48,12 +47,12 @@ def positions_off_by_one() -> AbstractContextManager:
 
 def siblings_visible() -> AbstractContextManager:
     """A node attends to all nodes before it, and not to its own path alone."""
-    whole = selfdraft.generate.tree_visibility
+    whole = LOOP.tree_visibility
 
     def tree_visibility(lengths, reach, depths, width):
         return whole(lengths, torch.ones_like(reach).tril(), depths, width)
 
-    return mock.patch.object(selfdraft.generate, "tree_visibility", tree_visibility)
+    return mock.patch.object(LOOP, "tree_visibility", tree_visibility)
 
 
 def window_ignored() -> AbstractContextManager:

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import selfdraft
-import selfdraft.generate
 from selfdraft import Plan
 from selfdraft.cache import BUCKET, GROWTH, SlotCache
 from selfdraft.drafters.base import Observed
-from tests.contract.arms import GREEDY, NEW, Case, arms, plain
+from tests.contract.arms import GREEDY, LOOP, NEW, Case, arms, plain
 from tests.contract.checks import same_tokens
 from tests.scripted import Passing
 
@@ -114,7 +113,7 @@ class Recorded(SlotCache):
 @pytest.fixture
 def caches(monkeypatch):
     monkeypatch.setattr(Recorded, "made", [])
-    monkeypatch.setattr(selfdraft.generate, "SlotCache", Recorded)
+    monkeypatch.setattr(LOOP, "SlotCache", Recorded)
     return Recorded.made
 
 
@@ -195,7 +194,7 @@ def test_a_copy_is_accepted_over_two_hundred_tokens():
 
 
 def test_a_cache_that_must_grow_in_the_middle_of_a_text_changes_nothing(monkeypatch):
-    monkeypatch.setattr("selfdraft.generate.SlotCache", lambda capacity: SlotCache(8))
+    monkeypatch.setattr(LOOP, "SlotCache", lambda capacity: SlotCache(8))
     monkeypatch.setattr("selfdraft.drafters.draft_model.SlotCache", lambda capacity: SlotCache(8))
     monkeypatch.setattr("selfdraft.drafters.eagle.SlotCache", lambda capacity: SlotCache(8))
     monkeypatch.setattr("selfdraft.cache.GROWTH", BUCKET)

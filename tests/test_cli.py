@@ -67,10 +67,12 @@ def test_compare_prints_its_tables_and_writes_its_figures(home, tmp_path, capsys
     assert "20/20" in err and "20/20" not in out
 
 
-def test_compare_samples_and_limits(home, tmp_path):
+def test_compare_samples_limits_and_repeats_and_still_checks_greedily(home, tmp_path):
     file = tmp_path / "out.json"
-    assert run(home, "--temperature", "0.9", "--seed", "3", "--limit", "2", "--repeats", "2", "--json", str(file)) == 0
+    sampled = ["--temperature", "0.9", "--seed", "3", "--limit", "2", "--repeats", "2"]
+    assert run(home, *sampled, "--check", "--json", str(file)) == 0
     figures = json.loads(file.read_text())
+    assert [arm["identical"] for arm in figures["check"]["arms"]] == [2, 2]
     assert (figures["settings"]["temperature"], figures["settings"]["num_prompts"]) == (0.9, 2)
     assert [arm["name"] for arm in figures["arms"]] == ["transformers", "plain", "ngram"]
     assert [arm["new_tokens"] for arm in figures["arms"]] == [2 * 2 * 8] * 3

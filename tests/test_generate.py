@@ -94,7 +94,8 @@ def test_the_output_is_a_model_output_with_stats():
     stats = ours.stats
     assert stats.new_tokens == 3 * NEW and stats.prefills == 3
     assert all(0 <= rate <= 1 for rate in stats.acceptance_by_depth)
-    assert sum(stats.accepted) == stats.new_tokens - stats.prefills - stats.rounds
+    # A round gives its accepted tokens and one more, but for the last of a row, whose length may cut that one off.
+    assert 0 <= sum(stats.accepted) - (stats.new_tokens - stats.prefills - stats.rounds) <= 3
     parts = (stats.prefill_seconds, stats.draft_seconds, stats.verify_seconds, stats.other_seconds)
     assert all(part > 0 for part in parts) and sum(parts) == pytest.approx(stats.total_seconds)
 
@@ -118,20 +119,21 @@ class Heard:
         self.ends += 1
 
 
-@pytest.mark.parametrize("through", ["selfdraft", "transformers"])
 @pytest.mark.parametrize("name", ["copy", "noisy", "ngram"])
-def test_a_streamer_hears_every_token_once_and_in_order(name, through):
+def test_a_streamer_hears_every_token_once_and_in_order(name):
     ours, reference = Heard(), Heard()
     eos = int(plain(ONE)[0, -4])
     settings: dict[str, Any] = {**ONE.inputs, "max_new_tokens": NEW, "eos_token_id": eos, **GREEDY}
     ONE.model.generate(**settings, streamer=reference)
     drafter = ARMS[name](ONE)
-    if through == "selfdraft":
-        ids = selfdraft.generate(ONE.model, **settings, drafter=drafter, plan=Plan(8), streamer=ours)
-    else:
-        ids = ONE.model.generate(**settings, custom_generate=selfdraft.decode, drafter=drafter, streamer=ours)
+    ids = selfdraft.generate(ONE.model, **settings, drafter=drafter, plan=Plan(8), streamer=ours)
     assert ours.tokens == reference.tokens == ids[0].tolist()
     assert (ours.puts, ours.ends) == (reference.puts, reference.ends)
+
+
+def test_a_streamer_takes_one_row_only():
+    with pytest.raises(ValueError, match="streamer"):
+        selfdraft.generate(CASE.model, **CASE.inputs, drafter="ngram", streamer=Heard(), max_new_tokens=2, **GREEDY)
 
 
 # --- What a call leaves behind ----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from transformers import (
 import selfdraft
 from selfdraft import Plan
 from selfdraft.sampling import Noise, Policy
-from tests.contract.arms import NEW, Case, arms, plain
+from tests.contract.arms import LOOP, NEW, Case, arms, plain
 from tests.contract.checks import same_tokens
 from tests.models import prompts
 from tests.scripted import Passing, noisy
@@ -90,14 +90,14 @@ def test_the_noise_is_a_function_of_seed_position_and_token_alone():
     assert again[0, 0].equal(whole[2, 3]) and again[1, 1].equal(whole[1, 0])
 
 
-def test_a_score_is_the_scaled_log_probability_and_the_noise():
+def test_a_score_is_the_scaled_logit_and_the_noise():
     logits, positions = torch.randn(2, 3, 6), torch.tensor([[4, 5, 5], [9, 8, 7]])
     ids = torch.tensor([0, 3, 4, 7, 8, 15])
     noise = Noise(torch.tensor([1, 2]), temperature=0.5)
-    expected = logits.log_softmax(-1) / 0.5 + noise.gumbel(positions, ids)
+    expected = logits / 0.5 + noise.gumbel(positions, ids)
     assert torch.allclose(noise.score(logits, positions, ids), expected)
     assert noise.score(logits.bfloat16(), positions, ids).dtype == torch.float32
-    assert noise.silent().score(logits, positions, ids).equal(logits.log_softmax(-1))
+    assert noise.silent().score(logits, positions, ids).equal(logits)
 
 
 def test_the_policy_picks_per_node_what_a_slow_loop_picks():
@@ -130,7 +130,7 @@ def model() -> PreTrainedModel:
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=2,
-        initializer_range=0.3,
+        initializer_range=0.7,
         eos_token_id=None,
         pad_token_id=0,
     )
@@ -191,11 +191,9 @@ class Certain(Passing):
 @pytest.mark.parametrize(
     ("certain", "plan", "temperature"),
     [
-        pytest.param(False, Plan(3), 1.0, id="chain"),
         pytest.param(False, Plan(3, 3), 1.0, id="tree"),
-        pytest.param(False, Plan(3, 2), 0.3, id="tree at T=0.3"),
+        pytest.param(False, Plan(3), 0.3, id="chain at T=0.3"),
         pytest.param(True, Plan(3), 1.0, id="chain of argmax drafts"),
-        pytest.param(True, Plan(3, 3), 1.0, id="tree of top-k drafts"),
     ],
 )
 def test_sampled_text_follows_the_target_whatever_drafts(certain, plan, temperature):
@@ -228,7 +226,7 @@ def test_noise_that_does_not_belong_to_the_position_is_seen(monkeypatch):
 
 def test_one_seed_for_all_rows_is_seen(monkeypatch):
     """A control: rows that share their noise are one sample and not many."""
-    monkeypatch.setattr("selfdraft.generate.row_seeds", lambda seed, batch, device: torch.full((batch,), 7))
+    monkeypatch.setattr(LOOP, "row_seeds", lambda seed, batch, device: torch.full((batch,), 7))
     joint = sampled_joint(noisy(model(), 0.1), Plan(3))
     assert distance(joint, exact_joint(1.0)) > BOUND
 

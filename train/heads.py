@@ -229,7 +229,7 @@ def main(arguments: list[str]) -> None:
                     optimizer.zero_grad()
 
                 tokens = int(lengths[plan[step]].sum())
-                record = means_of(values) | {"lr": scale * recipe.optim.lr, "gradient_norm": norm}
+                record = means_of(values) | {"lr": optimizers[0].param_groups[0]["lr"], "gradient_norm": norm}
                 record |= {"trained": values["count"], "tokens": tokens, "seconds": time.perf_counter() - started}
                 log(accelerator, output, step + 1, record)
                 show(step + 1, record)

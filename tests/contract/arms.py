@@ -20,6 +20,7 @@ from selfdraft.target import Target
 from tests.models import prompts, tiny
 from tests.scripted import Anti, Script, copy_of, noisy, texts_of
 
+LOOP = importlib.import_module("selfdraft.generate")  # the module: `selfdraft.generate` is the function of its name
 NEWCOMERS = Path(__file__).parent / "newcomers"
 LENGTHS = {1: (7,), 3: (3, 9, 14)}  # prompt lengths by batch size
 NEW = 24  # new tokens: with the prompts, more than the window of the sliding families
@@ -150,7 +151,7 @@ def train(drafter: Any, batch: FeatureBatch, steps: int) -> list[float]:
         mean.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 0.5)
         optimizer.step()
-        losses.append(float(mean))
+        losses.append(float(mean.detach()))
     return losses
 
 

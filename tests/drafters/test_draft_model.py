@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import selfdraft
 from selfdraft import Plan
+from selfdraft.drafters import growth
 from selfdraft.drafters.draft_model import DraftModel, DraftModelConfig
 from selfdraft.target import Target
 from tests.drafters.rounds import (
@@ -50,8 +51,8 @@ def small(cut: int = 0, **changes) -> DraftModel:
 
 
 def cut_vocabulary() -> DraftModel:
-    """One that knows only the highest ids, and has learned nothing."""
-    drafter = small(CUT).eval()
+    """One that knows only the highest ids, and has learned nothing, but has weights that make it say something."""
+    drafter = small(CUT, initializer_range=0.3).eval()
     drafter.start(torch.arange(VOCAB))
     return drafter
 
@@ -78,9 +79,9 @@ def test_the_live_cache_drafts_what_a_cache_made_anew_would(make, plan, sampling
     assert len(watched.rounds) > 5
     for seen, root, asked, noise, live in watched.rounds:
         places = torch.arange(int(seen.longest)).expand(len(root), -1)
-        anew = dataclasses.replace(seen, tokens=texts[:, : seen.longest], positions=places, start=0)
+        anew = dataclasses.replace(seen, tokens=texts[:, : seen.longest], positions=places, start=None)
         tree = drafter.propose(drafter.begin(len(root)), anew, root, asked, noise)
-        unfinished = texts.gather(1, seen.lengths.unsqueeze(1)).squeeze(1) == root
+        unfinished = seen.valid.any(dim=1)  # nothing new comes from a row that is done
         assert torch.equal(live.tokens[unfinished], tree.tokens[unfinished])
         assert torch.equal(live.parents[unfinished], tree.parents[unfinished])
 
@@ -144,7 +145,7 @@ def test_two_calls_share_nothing():
 def test_past_the_draft_models_longest_text_it_stops_drafting_with_one_warning(family):
     limit = 32
     name = "n_positions" if family == "gpt2" else "max_position_embeddings"
-    config = AutoConfig.for_model(family, **{**tiny(family).config.to_dict(), name: limit, "dtype": None})
+    config = type(tiny(family).config)(**{**tiny(family).config.to_dict(), name: limit})
     drafter = DraftModel.from_model(AutoModelForCausalLM.from_config(config).eval(), Target(tiny("llama")))
     tokens = own_text(prompt=20, answer=40)
     with pytest.warns(UserWarning, match="32 positions") as warned:
@@ -217,9 +218,10 @@ def test_a_bad_vocabulary_map_is_refused(name, place, wrong):
 
 @pytest.mark.parametrize("cut", [0, VOCAB - 28])
 @pytest.mark.parametrize("plan", [Plan(4), Plan(4, 2, 8)])
-def test_what_is_learned_by_heart_is_accepted_as_often_as_it_was_right_in_training(cut, plan):
+def test_what_is_learned_by_heart_is_accepted_as_often_as_it_was_right_in_training(cut, plan, monkeypatch):
+    monkeypatch.setattr(growth, "SIGMA", 1e-3)  # sure of itself: the tree has the path of its best tokens
     drafter, tokens = small(cut), own_text()
-    accuracy = overfit(drafter, batch_of(drafter.target, (), tokens), steps=300)["accuracy_1"]
+    accuracy = overfit(drafter, batch_of(drafter.target, (), tokens), steps=300, lr=2e-3)["accuracy_1"]
     stats = stats_of(tiny("llama"), drafter, tokens, plan)
     assert accuracy >= 0.98
     assert all(abs(accepted - accuracy) <= 0.02 for accepted in stats.acceptance_by_depth)
@@ -260,7 +262,7 @@ def test_a_batch_without_answers_has_no_loss_and_moves_nothing():
     batch = batch_of(drafter.target, (), own_text())
     loss = drafter(dataclasses.replace(batch, trained=torch.zeros_like(batch.trained)))
     loss.total.backward()
-    assert float(loss.total) == 0 and int(loss.count) == 0
+    assert float(loss.total.detach()) == 0 and int(loss.count) == 0
     assert all((weight.grad == 0).all() for weight in drafter.parameters())
 
 
@@ -272,9 +274,9 @@ def test_embeddings_start_from_the_targets():
     torch.testing.assert_close(ours, theirs * (size / theirs.std()))
     narrow = small()
     ours = narrow.model.get_input_embeddings().weight
-    size = float(ours.std())
+    size = float(ours.detach().std())
     narrow.start(torch.ones(VOCAB, dtype=torch.long))
-    assert float(ours.std()) == pytest.approx(size, rel=1e-3)
+    assert float(ours.detach().std()) == pytest.approx(size, rel=1e-3)
     left, size, right = torch.linalg.svd(theirs.detach(), full_matrices=False)
     best = left[:, :32] * size[:32] @ right[:32]  # Eckart-Young: the nearest matrix of rank 32
     ours, best = (each / each.norm() for each in (ours @ ours.T, best @ best.T))

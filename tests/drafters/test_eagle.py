@@ -115,7 +115,7 @@ def test_training_and_drafting_say_the_same_at_every_position_and_step(monkeypat
     with torch.no_grad():
         batch = FeatureBatch(text, everything, everything, *target.encode(text, (2, 3)))
     drafter = Eagle(EagleConfig(feature_layers=(2, 3), unroll=steps), target)
-    train(drafter, batch, steps=60)
+    train(drafter, batch, steps=80)
     drafter.eval()
 
     trained: list[list[int]] = []
@@ -266,5 +266,5 @@ def test_layers_that_do_not_exist_are_refused():
     drafter = Eagle(EagleConfig(feature_layers=(1, 5)), target)
     with pytest.raises(ValueError, match="4 layers"):
         selfdraft.generate(target.model, **prompts((4,)), drafter=drafter, max_new_tokens=2, **GREEDY)
-    with pytest.raises(ValueError, match="hidden_size must be 64"):
+    with pytest.raises(ValueError, match="hidden_size is 64, not 32"):
         Eagle(EagleConfig(hidden_size=32), target)
