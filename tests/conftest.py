@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-torch.set_num_threads(min(2, torch.get_num_threads()))  # the models are tiny: more threads only wait for each other
+# The models are tiny: more threads only wait for each other, and with pytest-xdist there is a process for each core.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 
 @pytest.fixture(autouse=True)
