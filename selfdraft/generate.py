@@ -312,8 +312,9 @@ class Rows:
 
     def __init__(self, prompt: Prompt, config: GenerationConfig):
         eos = config.eos_token_id
-        self.stops = set([] if eos is None else [eos] if isinstance(eos, int) else eos)
-        self.pad = config.pad_token_id if config.pad_token_id is not None else min(self.stops, default=0)
+        stops = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        self.stops = set(stops)
+        self.pad = config.pad_token_id if config.pad_token_id is not None else (stops or [0])[0]  # as transformers
         self.device = prompt.tokens.device
         self.max_length = config.max_length
         self.budget = self.max_length - prompt.tokens.shape[1]

@@ -215,8 +215,8 @@ def test_a_pad_token_that_is_also_the_eos():
 
 def test_several_sequences_per_prompt():
     settings: dict[str, Any] = {"num_return_sequences": 3, "max_new_tokens": NEW, "drafter": ARMS["noisy"](ONE)}
-    greedy = selfdraft.generate(ONE.model, **ONE.inputs, **settings, **GREEDY)
-    same_tokens(greedy, plain(ONE).expand(3, -1))
+    with pytest.raises(ValueError, match="num_return_sequences"):  # transformers' own answer
+        selfdraft.generate(ONE.model, **ONE.inputs, **settings, **GREEDY)
     sampled = selfdraft.generate(ONE.model, **ONE.inputs, **settings, **seeded("T1"))
     for index in range(3):
         alone = selfdraft.generate(ONE.model, **ONE.inputs, max_new_tokens=NEW, **seeded("T1", index))
