@@ -132,6 +132,22 @@ def test_a_long_prompt_is_read_in_pieces(monkeypatch):
         assert output.stats.acceptance_by_depth == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("family", ["llama", "mistral"])  # mistral's window counts positions, and not slots
+def test_a_copy_of_the_target_is_accepted_all_along_its_best_path(family, sampling, monkeypatch):
+    monkeypatch.setattr(growth, "SIGMA", 1e-3)  # sure of itself: the tree has the path of its best tokens
+    output = selfdraft.generate(
+        tiny(family),
+        **prompts(RAGGED),
+        drafter=copy_of(tiny(family)),
+        plan=Plan(6, 3, 24),
+        max_new_tokens=36,
+        return_dict_in_generate=True,
+        **sampling,
+    )
+    assert output.stats.acceptance_by_depth == [1.0] * 6
+
+
 def test_two_calls_share_nothing():
     drafter, model = noisy(tiny("llama"), 0.05), tiny("llama")
     call = {"drafter": drafter, "max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}

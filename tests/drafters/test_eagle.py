@@ -115,7 +115,7 @@ def test_training_and_drafting_say_the_same_at_every_position_and_step(monkeypat
     with torch.no_grad():
         batch = FeatureBatch(text, everything, everything, *target.encode(text, (2, 3)))
     drafter = Eagle(EagleConfig(feature_layers=(2, 3), unroll=steps), target)
-    train(drafter, batch, steps=80)
+    train(drafter, batch, steps=200)
     drafter.eval()
 
     trained: list[list[int]] = []
