@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfdraft.drafters
@@ -73,8 +74,9 @@ def load_drafter(source: str | Path, model: PreTrainedModel, strict: bool = True
         ValueError: unknown name, another target, missing or unexpected weights.
     """
     target = Target(model)
-    if str(source) in untrained_kinds():
-        return drafter_class(str(source)).for_target(target)
+    named = drafter_classes().get(str(source))
+    if hasattr(named, "for_target"):
+        return named.for_target(target)
     folder = find_folder(source)
     document = read_document(folder / "config.json")
     ours = document.get("selfdraft")
@@ -86,11 +88,10 @@ def load_drafter(source: str | Path, model: PreTrainedModel, strict: bool = True
         raise ValueError(f"{folder / 'config.json'} describes neither a selfdraft drafter nor a Hugging Face model")
     check_identity(ours["target"], target.identity(), strict)
     kind = drafter_class(ours["drafter"])
-    known = {each.name for each in fields(kind.config_class)}
-    unknown = set(ours["config"]) - known
+    unknown = set(ours["config"]) - {each.name for each in fields(kind.config_class)}
     if unknown:
         raise ValueError(f"{folder} has config fields that this version does not know: {sorted(unknown)}")
-    drafter = kind(kind.config_class(**{name: as_plain(value) for name, value in ours["config"].items()}), target)
+    drafter = kind(config_from_json(kind, ours["config"]), target)
     load_weights(drafter, folder / "model.safetensors")
     drafter.check(target)
     return drafter.to(target.device).eval()
@@ -120,34 +121,39 @@ def replacing(folder: Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o755)
+        old = folder.parent / f"{temporary.name}.old"
         if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-            folder.rename(old / folder.name)
+            folder.rename(old)
+        try:
             temporary.rename(folder)
-            shutil.rmtree(old)
-        else:
-            temporary.rename(folder)
+        except BaseException:
+            if old.exists():
+                old.rename(folder)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def drafter_class(kind: str) -> Any:
-    """The class that the module `selfdraft.drafters.<kind>` offers."""
-    if kind not in drafter_kinds():
-        raise ValueError(f"there is no drafter '{kind}'; {suggest(kind, drafter_kinds())}")
-    return importlib.import_module(f"selfdraft.drafters.{kind}").drafter_class
-
-
-def drafter_kinds() -> list[str]:
-    """The modules of `selfdraft.drafters` that define a drafter: a module's name is its registration."""
+def drafter_classes() -> dict[str, Any]:
+    """The drafters by name: a module of `selfdraft.drafters` that sets `drafter_class` registers it by its own name."""
     names = [module.name for module in pkgutil.iter_modules(selfdraft.drafters.__path__)]
-    return [name for name in names if hasattr(importlib.import_module(f"selfdraft.drafters.{name}"), "drafter_class")]
+    modules = {name: importlib.import_module(f"selfdraft.drafters.{name}") for name in names}
+    return {name: module.drafter_class for name, module in modules.items() if hasattr(module, "drafter_class")}
+
+
+def drafter_class(kind: str) -> Any:
+    """The class of the drafters of that name; ValueError, with the nearest name, when there is none."""
+    classes = drafter_classes()
+    if kind not in classes:
+        raise ValueError(f"there is no drafter '{kind}'; {suggest(kind, list(classes))}")
+    return classes[kind]
 
 
 def untrained_kinds() -> list[str]:
     """The drafters that can be made for a target by name alone."""
-    return [kind for kind in drafter_kinds() if hasattr(drafter_class(kind), "for_target")]
+    return [kind for kind, each in drafter_classes().items() if hasattr(each, "for_target")]
 
 
 def suggest(wrong: str, known: Sequence[str]) -> str:
@@ -207,19 +213,25 @@ def load_weights(drafter: torch.nn.Module, file: Path) -> None:
         tensors = load_file(file)
     except Exception as error:
         raise ValueError(f"{file} cannot be read ({error}); copy or train it again") from error
-    own = drafter.state_dict()
-    faults = [f"missing {name}" for name in own.keys() - tensors.keys()]
-    faults += [f"unexpected {name}" for name in tensors.keys() - own.keys()]
-    faults += [
-        f"{name} is {list(tensors[name].shape)} and should be {list(own[name].shape)}"
-        for name in own.keys() & tensors.keys()
-        if own[name].shape != tensors[name].shape
-    ]
+    faults = misfits(tensors, drafter.state_dict())
     if faults:
-        raise ValueError(f"{file} does not fit its config: {'; '.join(sorted(faults))}")
+        raise ValueError(f"{file} does not fit its config: {faults}")
     drafter.load_state_dict(tensors, assign=True)
 
 
-def as_plain(value: Any) -> Any:
-    """JSON knows lists only, and the configs' sequences are tuples."""
-    return tuple(value) if isinstance(value, list) else value
+def misfits(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
+    """What is missing, unexpected or misshapen among the given weights; empty when they fit."""
+    faults = [f"missing {name}" for name in wanted.keys() - given.keys()]
+    faults += [f"unexpected {name}" for name in given.keys() - wanted.keys()]
+    faults += [
+        f"{name} is {list(given[name].shape)} and should be {list(wanted[name].shape)}"
+        for name in wanted.keys() & given.keys()
+        if wanted[name].shape != given[name].shape
+    ]
+    return "; ".join(sorted(faults))
+
+
+def config_from_json(kind: Any, values: dict[str, Any]) -> Any:
+    """The config of a drafter of class `kind`: JSON knows lists only, and the configs' sequences are tuples."""
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return kind.config_class(**plain)

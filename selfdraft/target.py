@@ -88,10 +88,18 @@ class Target:
         """The target's input embeddings, lent."""
         return self.model.get_input_embeddings()(tokens)
 
-    def project(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
-        """The target's vocabulary projection (soft-capped where the family does so), lent."""
+    def project(
+        self, hidden: Float[Tensor, "*shape hidden"], ids: Int[Tensor, " kept"] | None = None
+    ) -> Float[Tensor, "*shape kept"]:
+        """The target's vocabulary projection (soft-capped where the family does so), lent; of the tokens `ids` alone
+        when given, which costs only as much as there are."""
         head = self.model.get_output_embeddings()
-        logits = head(hidden.to(head.weight.dtype))
+        hidden = hidden.to(head.weight.dtype)
+        if ids is None:
+            logits = head(hidden)
+        else:
+            bias = getattr(head, "bias", None)
+            logits = torch.nn.functional.linear(hidden, head.weight[ids], None if bias is None else bias[ids])
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -207,6 +207,24 @@ def test_start_is_called_once_and_not_on_resume(tmp_path, toy, monkeypatch):
     assert counts.shape == (128,) and counts.sum() == 1099  # the trained tokens of the tiny data
 
 
+@pytest.mark.parametrize("recipe", TINY)
+def test_a_training_can_start_from_a_drafter(tmp_path, recipe):
+    first = train(tmp_path / "first", *ALONE, "--max_steps", "2", recipe=recipe) / "drafter"
+    still = ["--max_steps", "1", "--optim.lr", "0", "--optim.matrix_lr", "0"]
+    second = train(tmp_path / "second", *ALONE, *still, "--start_from", str(first), recipe=recipe) / "drafter"
+    before, after = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
+    assert all(torch.equal(after[name], before[name]) for name in before if name != "rank_hits")  # hit rates move on
+
+
+def test_a_drafter_of_another_kind_or_shape_is_no_start(tmp_path):
+    first = str(train(tmp_path / "first", *ALONE, "--max_steps", "1") / "drafter")
+    with pytest.raises(ValueError, match="is a drafter of class Eagle, and the recipe trains a Medusa"):
+        train(tmp_path / "other", *ALONE, "--start_from", first, recipe="tiny_medusa")
+    with pytest.raises(ValueError, match="does not fit the settings under `model`.*lm_head"):
+        train(tmp_path / "other", *ALONE, "--start_from", first, "--model.draft_vocab_size", "16")
+    assert not (tmp_path / "other").exists()
+
+
 def test_finished_training_started_again_says_so_and_changes_nothing(tmp_path, toy, capsys):
     train_toy(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import selfdraft
-from selfdraft.checkpoint import as_plain, drafter_class, drafter_kinds
+from selfdraft.checkpoint import config_from_json, drafter_class, drafter_classes, misfits
 from selfdraft.drafters.base import LossSum
 from selfdraft.embedded import resolve
 from selfdraft.metrics import Stats
@@ -110,6 +110,9 @@ class Recipe:
     target: str = "smollm2-135m"
     """Folder or hub id of the target model, "smollm2-135m" for the embedded one, or the .json file of a Hugging Face
     config: then the target has random weights (for tests)."""
+    start_from: str = ""
+    """Folder or hub id of a drafter of the same shape, whose weights and draft vocabulary the training starts from;
+    empty trains from scratch."""
     output_dir: str = "runs/drafter"
     """Folder of the results and checkpoints."""
     data: Data = field(default_factory=Data)
@@ -184,9 +187,11 @@ def main(arguments: list[str]) -> None:
         return
     kind = drafter_class(recipe.drafter)
     if state:  # `start` may have settled what the recipe left open
-        model_config = kind.config_class(**{name: as_plain(value) for name, value in state["drafter_config"].items()})
+        model_config = config_from_json(kind, state["drafter_config"])
     drafter = kind(model_config, target).to(accelerator.device, torch.float32)
-    if state is None:
+    if state is None and recipe.start_from:
+        copy_weights(drafter, recipe.start_from, model)
+    elif state is None:
         drafter.start(conversations.answer_counts(target.vocab_size).to(accelerator.device))
     trainable = sum(weight.numel() for weight in drafter.parameters() if weight.requires_grad)
     say(f"drafter: {recipe.drafter} with {trainable:,} weights; {len(plan):,} steps; {torch.get_num_threads()} threads")
@@ -353,7 +358,7 @@ def nearest(wrong: str, known: list[str]) -> str:
 
 
 def trainable_kinds() -> list[str]:
-    return [kind for kind in drafter_kinds() if hasattr(drafter_class(kind), "loss")]
+    return [kind for kind, each in drafter_classes().items() if hasattr(each, "loss")]
 
 
 # ---------------------------------------------------------------------------------------------- target and machine
@@ -420,6 +425,20 @@ def plan_steps(recipe: Recipe, lengths: np.ndarray) -> list[np.ndarray]:
             return steps[: recipe.max_steps or None]
         steps += plan_epoch(lengths, recipe.data.step_tokens, recipe.seed, epoch)
     raise AssertionError("unreachable")
+
+
+def copy_weights(drafter: Any, source: str, model: PreTrainedModel) -> None:
+    """Makes the fresh `drafter` equal to the one at `source`. ValueError when that is of another kind or shape."""
+    loaded: Any = selfdraft.load_drafter(source, model)
+    if type(loaded) is not type(drafter):
+        raise ValueError(
+            f"start_from '{source}' is a drafter of class {type(loaded).__name__}, and the recipe trains a "
+            f"{type(drafter).__name__}; train it from scratch, or give a drafter of the same kind"
+        )
+    faults = misfits(loaded.state_dict(), drafter.state_dict())
+    if faults:
+        raise ValueError(f"start_from '{source}' does not fit the settings under `model`: {faults}")
+    drafter.load_state_dict(loaded.state_dict())
 
 
 def make_optimizers(drafter: Any, optim: Optim, vocab_size: int) -> list[torch.optim.Optimizer]:

@@ -287,8 +287,7 @@ class DraftModel(nn.Module):
         _, hidden = draft.encode(self.translate(batch.tokens), ())
         weight = self.model.get_output_embeddings().weight[: self.target.vocab_size]
         with torch.no_grad():
-            logits = self.target.project(batch.hidden[rows, places - 1])
-            logits = logits[:, : len(weight)] if self.ids is None else logits[:, self.ids]
+            logits = self.target.project(batch.hidden[rows, places - 1], self.ids)[:, : len(weight)]
             probs, best = logits.softmax(-1), logits.argmax(-1)
         total, hits = soft_cross_entropy(hidden[rows, places - 1], weight, probs, best)
         return LossSum(total, trained.sum(), {"accuracy_1": (hits, wanted.sum())})

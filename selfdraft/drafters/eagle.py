@@ -317,7 +317,9 @@ class Eagle(nn.Module):
         keys, values = attention.keys_values(x, self.turn(everywhere, x.dtype))
         x, hidden = take(x, place), take(hidden, place)
         seen = everywhere.unsqueeze(1) <= place.unsqueeze(2)
-        probs = self.target_probs(take(batch.hidden, (place + 1).clamp(max=time - 1)))
+        with torch.no_grad():  # the target's distribution over the draft vocabulary, computed once for all steps
+            target_hidden = take(batch.hidden, (place + 1).clamp(max=time - 1))
+            probs = self.target.project(target_hidden, self.ids).softmax(-1)
         likeliest = probs.float().argmax(dim=-1)
         in_vocab = torch.zeros(self.target.vocab_size, dtype=torch.bool, device=tokens.device)
         in_vocab[self.ids] = True
@@ -350,15 +352,6 @@ class Eagle(nn.Module):
         return LossSum(total, count, metrics)
 
     loss = forward
-
-    @torch.no_grad()
-    def target_probs(self, hidden: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places draft_vocab"]:
-        """The target's distribution over the draft vocabulary, computed once and read by every step."""
-        head = self.target.model.get_output_embeddings().weight[self.ids]
-        logits = nn.functional.linear(hidden.to(head.dtype), head)
-        cap = getattr(self.target.config, "final_logit_softcapping", None)
-        logits = logits if cap is None else torch.tanh(logits / cap) * cap
-        return logits.softmax(-1)
 
 
 class Levels:

@@ -222,8 +222,7 @@ class Medusa(nn.Module):
         self, hidden: Float[Tensor, "places size"]
     ) -> tuple[Float[Tensor, "places draft_vocab"], Int[Tensor, " places"]]:
         """The target's distribution over the draft vocabulary, which all heads share, and its best token there."""
-        logits = self.target.project(hidden)
-        logits = logits if self.ids is None else logits[:, self.ids]
+        logits = self.target.project(hidden, self.ids)
         return logits.softmax(-1), logits.argmax(-1)
 
     def calibrate(self, head: int, hidden: Tensor, weight: Tensor, best: Int[Tensor, " places"]) -> None:
