@@ -25,6 +25,7 @@ class SlotCache(Cache):
         self.values: list[Tensor] = []
         self._slots: Tensor | slice = slice(0, 0)
         self._width = 0
+        self._windows: list[tuple[Tensor, Tensor]] = []  # of every layer, the slots that attention sees
 
     def open(self, slots: Int[Tensor, "batch time"], end: int, start: int | None = None) -> int:
         """Direct the next forward to write at `slots`; returns the width of the attention mask it needs.
@@ -32,11 +33,13 @@ class SlotCache(Cache):
         `end` is one more than the largest slot. `start` is given when every row writes at `start..end-1`: a slice
         is cheaper than an index.
         """
-        self._width = -(-end // BUCKET) * BUCKET
-        if self._width > self.capacity:
-            self._grow(self._width)
+        width = -(-end // BUCKET) * BUCKET
+        if width > self.capacity:
+            self._grow(width)
+        if width != self._width:  # the same for many rounds
+            self._width, self._windows = width, []
         self._slots = slots if start is None else slice(start, end)
-        return self._width
+        return width
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -54,13 +57,18 @@ class SlotCache(Cache):
             rows = torch.arange(len(slots), device=keys.device).unsqueeze(1)
             keys[rows, :, slots] = key_states.transpose(1, 2)
             values[rows, :, slots] = value_states.transpose(1, 2)
-        return keys[:, :, : self._width], values[:, :, : self._width]
+        while len(self._windows) <= layer_idx:
+            stores = self.keys[len(self._windows)], self.values[len(self._windows)]
+            self._windows.append((stores[0][:, :, : self._width], stores[1][:, :, : self._width]))
+        return self._windows[layer_idx]
 
     def keep(self, source: Int[Tensor, "batch moved"], target: Int[Tensor, "batch moved"]) -> None:
         """Copy slots `source` to slots `target` in every layer; all sources are read before any is written."""
+        rows = torch.arange(len(source), device=source.device).unsqueeze(1)
         for store in (*self.keys, *self.values):
-            rows = torch.arange(len(source), device=store.device).unsqueeze(1)
-            store[rows, :, target.to(store.device)] = store[rows, :, source.to(store.device)]
+            if rows.device != store.device:  # layers of one model may lie on several devices
+                rows, source, target = (index.to(store.device) for index in (rows, source, target))
+            store[rows, :, target] = store[rows, :, source]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Rows have their own lengths; transformers asks only where neither mask nor positions are given."""

@@ -19,7 +19,7 @@ from selfdraft.metrics import Stats, Stopwatch
 from selfdraft.planner import Plan
 from selfdraft.sampling import Noise, Policy
 from selfdraft.target import Target
-from selfdraft.tree import DraftTree
+from selfdraft.tree import DraftTree, visible_slots
 from selfdraft.verify import walk
 
 PREFILL_CHUNK = 1024  # prompt tokens per pass: bounds the memory of activations and masks
@@ -293,14 +293,9 @@ def tree_visibility(
     width: int,
 ) -> tuple[Bool[Tensor, "batch nodes width"], Int[Tensor, "batch width"]]:
     """Which slots each node attends to (all committed ones, and its own ancestors), and each slot's position."""
-    nodes = reach.shape[1]
-    slots = torch.arange(width, device=lengths.device).unsqueeze(0)
-    node = slots - lengths.unsqueeze(1)  # the tree node that lies in a slot; negative in committed slots
-    in_tree = ((node >= 0) & (node < nodes)).unsqueeze(1)
-    index = node.clamp(0, nodes - 1)
-    own = reach.gather(2, index.unsqueeze(1).expand(-1, nodes, -1))
-    visible = (node < 0).unsqueeze(1) | (in_tree & own)
-    positions = torch.where(node < 0, slots, lengths.unsqueeze(1) + depths.gather(1, index))
+    visible, node = visible_slots(lengths, reach, width)
+    in_tree = lengths.unsqueeze(1) + depths.gather(1, node.clamp(0, depths.shape[1] - 1))
+    positions = torch.where(node < 0, torch.arange(width, device=lengths.device), in_tree)
     return visible, positions
 
 

@@ -35,7 +35,6 @@ class Target:
         kinds = set(getattr(self.config, "layer_types", None) or [])
         self.layer_kinds = kinds or {"sliding_attention" if self.window else "full_attention"}
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        self._eager = self.config._attn_implementation == "eager"
 
     def score(
         self,
@@ -133,11 +132,9 @@ class Target:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _as_attention_mask(self, visible: Tensor) -> Tensor:
-        visible = visible.unsqueeze(1)
-        if not self._eager:
-            return visible
-        zeros = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
-        return zeros.masked_fill(~visible, torch.finfo(self.dtype).min)
+        """What is added to the scores. sdpa would take booleans too, but turn them into this in every layer."""
+        zeros = torch.zeros((), dtype=self.dtype, device=visible.device)
+        return torch.where(visible, zeros, torch.finfo(self.dtype).min).unsqueeze(1)
 
 
 def refuse(model: PreTrainedModel, config: Any) -> None:

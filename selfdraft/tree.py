@@ -38,9 +38,26 @@ class DraftTree:
         Squaring the one-step relation doubles its reach, so log2(nodes) small products serve any tree.
         """
         count = self.tokens.shape[1]
+        if count == 1:
+            return torch.ones_like(self.tokens, dtype=torch.bool).unsqueeze(1)
         own = torch.eye(count, device=self.tokens.device)
         index = torch.arange(count, device=self.tokens.device)
         reach = own + (self.parents.unsqueeze(-1) == index).to(own.dtype)
-        for _ in range(math.ceil(math.log2(count)) if count > 1 else 0):
+        for _ in range(math.ceil(math.log2(count))):
             reach = (reach @ reach).clamp(max=1)
         return reach > 0
+
+
+def visible_slots(
+    lengths: Int[Tensor, " batch"], own: Bool[Tensor, "batch nodes drafted"], width: int
+) -> tuple[Bool[Tensor, "batch nodes width"], Int[Tensor, "batch width"]]:
+    """Which of the first `width` slots of a cache each node attends to, and which drafted entry lies in each slot.
+
+    A row's committed text fills the slots before its length, where the index of the entry is negative; drafted
+    entries follow. A node attends to all committed slots and to the drafted ones that `own` names: its own path.
+    """
+    drafted = torch.arange(width, device=lengths.device) - lengths.unsqueeze(1)
+    last = own.shape[2] - 1
+    index = drafted.clamp(0, last).unsqueeze(1).expand(-1, own.shape[1], -1)
+    in_tree = (drafted >= 0) & (drafted <= last)
+    return (drafted < 0).unsqueeze(1) | (in_tree.unsqueeze(1) & own.gather(2, index)), drafted

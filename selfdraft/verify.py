@@ -31,6 +31,8 @@ def walk(
     after the last node comes on top. Since each pick is the target's own token given its prefix, the emitted text is
     the target's own, whatever was drafted. `reach` is `tree.ancestors()`, `depths` the nodes' depths. Device only.
     """
+    if tree.tokens.shape[1] == 1:  # nothing was drafted
+        return Walk(torch.zeros_like(picks), torch.zeros_like(picks[:, 0]), picks)
     parents = tree.parents.clamp(min=0)
     follows = tree.tokens == picks.gather(1, parents)
     follows = follows & (tree.parents >= 0) & (depths <= max_depth)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfdraft.cache import SlotCache
+from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum, Observed
-from selfdraft.drafters.eagle import Levels
-from selfdraft.drafters.growth import grow
+from selfdraft.drafters.growth import Levels, grow
 from selfdraft.losses import soft_cross_entropy
 from selfdraft.planner import Plan
 from selfdraft.sampling import Noise
@@ -143,7 +143,7 @@ class DraftModel(nn.Module):
                 f"this draft model was trained for a vocabulary of {len(stand_ins)} tokens, and the target's has "
                 f"{target.vocab_size}; load the one of this target or train a new one"
             )
-        valid = ids.min() >= 0 and ids.max() < target.vocab_size and len(ids.unique()) == len(ids) == own
+        valid = len(ids) == own and vocabulary.are_valid(ids, target.vocab_size)
         if not valid or stand_ins.min() < 0 or stand_ins.max() >= own:
             raise ValueError("draft_tokens or stand_ins has an id outside its vocabulary, or one id twice")
 
@@ -164,13 +164,10 @@ class DraftModel(nn.Module):
         logits = self.read(draft, state, seen, root, last + 1).unsqueeze(1)
         scores = noise.score(self.common(logits), seen.lengths.unsqueeze(1) + 1, self.ids)[:, 0]
         # In the draft's cache the root is committed too, so its levels begin one slot further on.
-        levels = Levels(replace(seen, lengths=seen.lengths + 1, longest=seen.longest + 1), plan)
+        levels = Levels(state.cache, seen.lengths + 1, seen.longest + 1)
 
-        def step(tokens: Tensor, parents: Tensor, level: int) -> Tensor:
-            _, positions, visible = levels.next(state.cache, parents, level)
-            slots = torch.arange(visible.shape[-1], device=root.device)
-            drafted = slots - (seen.lengths.unsqueeze(1) + 1)  # negative in committed slots
-            slot_positions = torch.where(drafted < 0, slots, seen.lengths.unsqueeze(1) + 1 + drafted // tokens.shape[1])
+        def step(tokens: Tensor, parents: Tensor) -> Tensor:
+            positions, visible, slot_positions = levels.next(parents)
             logits, _ = draft.score(self.translate(tokens), positions, visible, slot_positions, state.cache)
             return noise.score(self.common(logits), positions + 1, self.ids)
 
@@ -255,7 +252,7 @@ class DraftModel(nn.Module):
         everything = torch.arange(self.target.vocab_size, device=weight.device)
         embedded = self.target.embed(everything).float()
         if self.ids is not None:
-            self.ids.copy_(answer_counts.to(weight.device).topk(len(self.ids)).indices.sort().values)
+            self.ids.copy_(vocabulary.most_frequent(answer_counts.to(weight.device), len(self.ids)))
             directions = nn.functional.normalize(embedded, dim=-1).to(self.target.dtype)
             known = directions[self.ids]
             nearest = [(part @ known.T).argmax(-1) for part in directions.split(4096)]
@@ -278,11 +275,9 @@ class DraftModel(nn.Module):
         trained = batch.trained & batch.attention
         trained[:, 0] = False  # nothing stands before it
         draft = self.reader()
-        wanted = trained & (batch.tokens < draft.vocab_size)
-        if self.ids is not None:
-            in_vocab = torch.zeros(self.target.vocab_size, dtype=torch.bool, device=trained.device)
-            in_vocab[self.ids] = True
-            wanted = trained & in_vocab[batch.tokens]
+        wanted = trained & vocabulary.among(self.ids, batch.tokens, self.target.vocab_size)
+        if self.ids is None:
+            wanted = wanted & (batch.tokens < draft.vocab_size)
         rows, places = wanted.nonzero(as_tuple=True)
         _, hidden = draft.encode(self.translate(batch.tokens), ())
         weight = self.model.get_output_embeddings().weight[: self.target.vocab_size]

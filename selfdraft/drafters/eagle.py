@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from selfdraft.cache import SlotCache
+from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum, Observed
-from selfdraft.drafters.growth import grow
+from selfdraft.drafters.growth import Levels, grow
 from selfdraft.losses import soft_cross_entropy
 from selfdraft.planner import Plan
 from selfdraft.sampling import Noise
@@ -216,8 +217,7 @@ class Eagle(nn.Module):
             raise ValueError("this drafter lends embeddings from another model object; load it for this one")
         if max(self.feature_layers) > target.num_layers:
             raise ValueError(f"feature_layers {self.feature_layers} do not exist in {target.num_layers} layers")
-        ids = self.ids
-        if ids.min() < 0 or ids.max() >= target.vocab_size or len(ids.unique()) != len(ids):
+        if not vocabulary.are_valid(self.ids, target.vocab_size):
             raise ValueError("d2t maps outside the target's vocabulary or maps two draft tokens to one")
 
     # --- drafting -----------------------------------------------------------------------------------------------------
@@ -230,14 +230,13 @@ class Eagle(nn.Module):
     ) -> DraftTree:
         ids = self.ids
         hidden = seen.last(self.read(state.cache, seen, root)).unsqueeze(1)
-        depth = torch.ones_like(seen.lengths).unsqueeze(1)
-        scores = noise.score(self.logits(hidden), seen.lengths.unsqueeze(1) + depth, ids)[:, 0]
-        levels = Levels(seen, plan)
+        scores = noise.score(self.logits(hidden), seen.lengths.unsqueeze(1) + 1, ids)[:, 0]
+        levels = Levels(state.cache, seen.lengths, seen.longest)
 
-        def step(tokens: Tensor, parents: Tensor, level: int) -> Tensor:
+        def step(tokens: Tensor, parents: Tensor) -> Tensor:
             nonlocal hidden
             hidden = hidden.gather(1, parents.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
-            slots, positions, visible = levels.next(state.cache, parents, level)
+            positions, visible, _ = levels.next(parents)
             hidden = self.attend(state.cache, tokens, hidden, positions, visible)
             return noise.score(self.logits(hidden), positions + 2, ids)
 
@@ -265,10 +264,11 @@ class Eagle(nn.Module):
         x = self.midlayer.pair(self.embed(tokens), hidden)
         turn = self.turn(positions, x.dtype)
         keys, values = cache.update(*attention.keys_values(x, turn), layer_idx=0)
-        queries = attention.queries(x, turn)
-        mask = visible.unsqueeze(1)
-        attended = scaled_dot_product_attention(queries, attention.spread(keys), attention.spread(values), mask)
-        return self.midlayer.finish(hidden, attended)
+        # The query heads of one key/value head lie along the time axis: so its keys and values need no copies.
+        groups, time = attention.heads // attention.kv_heads, x.shape[1]
+        queries = attention.queries(x, turn).unflatten(1, (-1, groups)).flatten(2, 3)
+        attended = scaled_dot_product_attention(queries, keys, values, visible.repeat(1, groups, 1).unsqueeze(1))
+        return self.midlayer.finish(hidden, attended.unflatten(2, (groups, time)).flatten(1, 2))
 
     def turn(self, positions: Int[Tensor, "batch time"], dtype: torch.dtype) -> Turn:
         return Turn(positions, self.config.head_dim, self.config.rope_theta, dtype)
@@ -291,7 +291,7 @@ class Eagle(nn.Module):
 
     def start(self, answer_counts: Int[Tensor, " vocab"]) -> None:
         """The most frequent answer tokens become the draft vocabulary; the head starts from the target's rows."""
-        chosen = answer_counts.to(self.d2t.device).topk(len(self.d2t)).indices.sort().values
+        chosen = vocabulary.most_frequent(answer_counts.to(self.d2t.device), len(self.d2t))
         self.d2t.copy_(chosen - torch.arange(len(chosen), device=chosen.device))
         with torch.no_grad():
             self.lm_head.weight.copy_(self.target.model.get_output_embeddings().weight[chosen])
@@ -321,8 +321,7 @@ class Eagle(nn.Module):
             target_hidden = take(batch.hidden, (place + 1).clamp(max=time - 1))
             probs = self.target.project(target_hidden, self.ids).softmax(-1)
         likeliest = probs.float().argmax(dim=-1)
-        in_vocab = torch.zeros(self.target.vocab_size, dtype=torch.bool, device=tokens.device)
-        in_vocab[self.ids] = True
+        draftable = vocabulary.among(self.ids, padded, self.target.vocab_size)
 
         total, count, metrics = hidden.new_zeros((), dtype=torch.float32), used.sum(), {}
         own_keys, own_values = [], []
@@ -339,7 +338,7 @@ class Eagle(nn.Module):
             label_place = place + 2 + step
             # The packed places of a turn are consecutive, so the probabilities for step s stand s places further on.
             reaches = torch.roll(place, -step, 1) == place + step
-            wanted = used & reaches & trained.gather(1, label_place) & in_vocab[padded.gather(1, label_place)]
+            wanted = used & reaches & (trained & draftable).gather(1, label_place)
             rows = wanted.flatten().nonzero().squeeze(1)
             loss, hits = soft_cross_entropy(
                 self.norm(hidden.flatten(0, 1)[rows]),
@@ -352,32 +351,6 @@ class Eagle(nn.Module):
         return LossSum(total, count, metrics)
 
     loss = forward
-
-
-class Levels:
-    """Where the nodes of a growing tree are put in the drafter's cache, and what each of them sees."""
-
-    def __init__(self, seen: Observed, plan: Plan):
-        self.lengths, self.longest, self.width = seen.lengths, seen.longest, plan.width
-        self.own: Bool[Tensor, "batch nodes drafted"] | None = None  # the tree slots on each node's path
-
-    def next(self, cache: SlotCache, parents: Int[Tensor, "batch nodes"], level: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots, positions and visibility of the nodes of `level` (1 for the children of the root)."""
-        nodes = parents.shape[1]
-        before = (level - 1) * nodes
-        own = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
-        if self.own is not None:
-            above = self.own.gather(1, parents.unsqueeze(-1).expand(-1, -1, self.own.shape[-1]))
-            own = torch.cat([above, own], dim=-1)
-        self.own = own
-        lengths = self.lengths.unsqueeze(1)
-        slots = lengths + before + torch.arange(nodes, device=parents.device)
-        width = cache.open(slots, self.longest + before + nodes)
-        drafted = torch.arange(width, device=parents.device) - lengths  # negative in committed slots
-        index = drafted.clamp(0, own.shape[-1] - 1).unsqueeze(1).expand(-1, nodes, -1)
-        in_tree = ((drafted >= 0) & (drafted < own.shape[-1])).unsqueeze(1)
-        visible = (drafted < 0).unsqueeze(1) | (in_tree & own.gather(2, index))
-        return slots, (lengths + level - 1).expand(-1, nodes), visible
 
 
 def pack(wanted: Bool[Tensor, "batch time"]) -> tuple[Int[Tensor, "batch places"], Bool[Tensor, "batch places"]]:

@@ -3,17 +3,18 @@
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from selfdraft.cache import SlotCache
 from selfdraft.planner import Plan
-from selfdraft.tree import DraftTree
+from selfdraft.tree import DraftTree, visible_slots
 
 # The drafter's error scale: P(the target picks x) is close to softmax(score / SIGMA)_x. Measured on SmolLM2-135M with
 # an EAGLE-3 head between 0.7 (greedy) and 1.1 (T = 0.7); the order of the nodes hardly depends on it.
 SIGMA = 0.85
 
-Step = Callable[[Tensor, Tensor, int], Tensor]
+Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def grow(
@@ -33,8 +34,8 @@ def grow(
         scores: `Noise.score` of the root's successors.
         ids: the token ids that the vocabulary axis stands for; None for 0, 1, 2, ...
         plan: depth, width and nodes.
-        step: `step(tokens [batch, width], parents [batch, width], depth) -> scores [batch, width, vocab]`: the
-            successors of this level's nodes; `parents` index the nodes of the level before, 0 for the root.
+        step: `step(tokens [batch, width], parents [batch, width]) -> scores [batch, width, vocab]`: the successors
+            of the next level's nodes; `parents` index the nodes of the level before, 0 for the root.
     """
     batch, vocab = scores.shape
     width = min(plan.width, vocab)
@@ -44,7 +45,7 @@ def grow(
     nodes = torch.arange(1, width + 1, device=root.device).expand(batch, -1)  # indices among all nodes seen
     all_tokens, all_parents, all_logs = [root.unsqueeze(1), tokens], [parents[:, :1] - 1, parents], [logs]
     for depth in range(1, plan.depth):
-        scores = step(tokens, parents, depth)
+        scores = step(tokens, parents)
         child_logs, best = (scores / SIGMA).log_softmax(dim=-1).topk(width)
         child_logs = (logs.unsqueeze(2) + child_logs).flatten(1)
         children = (best if ids is None else ids[best]).flatten(1)
@@ -74,3 +75,36 @@ def prune(
     new_parents = renumbered.gather(1, parents.gather(1, kept).clamp(min=0))
     new_parents[:, 0] = -1
     return DraftTree(tokens.gather(1, kept), new_parents)
+
+
+class Levels:
+    """Where the nodes of a growing tree are put in the drafter's own cache, and what each of them sees.
+
+    `lengths` are the entries that each row has committed there, and none has more than `longest`. The levels follow
+    them one by one, all equally wide.
+    """
+
+    def __init__(self, cache: SlotCache, lengths: Int[Tensor, " batch"], longest: int):
+        self.cache, self.lengths, self.longest = cache, lengths, longest
+        self.count = 0
+        self.own: Bool[Tensor, "batch nodes drafted"] | None = None  # the drafted entries on each node's path
+
+    def next(
+        self, parents: Int[Tensor, "batch nodes"]
+    ) -> tuple[Int[Tensor, "batch nodes"], Bool[Tensor, "batch nodes width"], Int[Tensor, "batch width"]]:
+        """Opens the cache for one more level; the depth-1 nodes are the first.
+
+        Returns the nodes' positions (`lengths` for depth 1), what they see, and the position of every slot's entry.
+        """
+        nodes = parents.shape[1]
+        own = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+        if self.own is not None:
+            above = self.own.gather(1, parents.unsqueeze(-1).expand(-1, -1, self.own.shape[-1]))
+            own = torch.cat([above, own], dim=-1)
+        lengths, before = self.lengths.unsqueeze(1), self.count * nodes
+        slots = lengths + before + torch.arange(nodes, device=parents.device)
+        width = self.cache.open(slots, self.longest + before + nodes)
+        visible, drafted = visible_slots(self.lengths, own, width)
+        positions = (lengths + self.count).expand(-1, nodes)
+        self.own, self.count = own, self.count + 1
+        return positions, visible, lengths + torch.minimum(drafted, drafted // nodes)

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
+from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum, Observed
 from selfdraft.losses import soft_cross_entropy
 from selfdraft.planner import Plan
@@ -127,10 +128,8 @@ class Medusa(nn.Module):
             )
         if self.target.model is not target.model:
             raise ValueError("these Medusa heads use the projection of another model object; load them for this one")
-        if self.ids is not None:
-            inside = self.ids.min() >= 0 and self.ids.max() < target.vocab_size
-            if not inside or len(self.ids.unique()) != len(self.ids):
-                raise ValueError("draft_tokens has an id outside the target's vocabulary, or one id twice")
+        if self.ids is not None and not vocabulary.are_valid(self.ids, target.vocab_size):
+            raise ValueError("draft_tokens has an id outside the target's vocabulary, or one id twice")
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
@@ -178,7 +177,7 @@ class Medusa(nn.Module):
     def start(self, answer_counts: Int[Tensor, " vocab"]) -> None:
         """The most frequent answer tokens become the draft vocabulary; every head starts as the target's own."""
         if self.ids is not None:
-            self.ids.copy_(answer_counts.to(self.ids.device).topk(len(self.ids)).indices.sort().values)
+            self.ids.copy_(vocabulary.most_frequent(answer_counts.to(self.ids.device), len(self.ids)))
         rows = self.target.model.get_output_embeddings().weight
         for own in self.projections.parameters():
             own.copy_(rows if self.ids is None else rows[self.ids])
@@ -194,11 +193,7 @@ class Medusa(nn.Module):
         """
         trained = batch.trained & batch.attention
         trained[:, :2] = False  # no head reaches them
-        wanted = trained
-        if self.ids is not None:
-            in_vocab = torch.zeros(self.target.vocab_size, dtype=torch.bool, device=trained.device)
-            in_vocab[self.ids] = True
-            wanted = trained & in_vocab[batch.tokens]
+        wanted = trained & vocabulary.among(self.ids, batch.tokens, self.target.vocab_size)
         rows, places = wanted.nonzero(as_tuple=True)
         probs, best = self.target_probs(batch.hidden[rows, places - 1])
 

@@ -25,11 +25,10 @@ def grown(plan: Plan, seed: int, rows: int, ids: torch.Tensor | None):
     names = list(range(VOCAB)) if ids is None else ids.tolist()
     paths: list[list[tuple[int, ...]]] = [[()] for _ in range(rows)]
 
-    def step(tokens, parents, depth):
+    def step(tokens, parents):
         for row in range(rows):
             above = paths[row]
             paths[row] = [(*above[p], t) for t, p in zip(tokens[row].tolist(), parents[row].tolist(), strict=True)]
-            assert all(len(path) == depth for path in paths[row])
         return torch.stack([torch.stack([scores_of(path, seed, row) for path in paths[row]]) for row in range(rows)])
 
     root = torch.full((rows,), 77)
