@@ -5,6 +5,7 @@ import json
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from selfdraft.planner import Plan
 from selfdraft.theory import chain_speedup, expected_tokens_over_rounds, measured_alpha, round_speedup
 
 DEPTHS_SHOWN = 5
+LINE_SECONDS = 10  # between two lines of progress where the output is not a terminal
 HEADINGS = (
     "tokens/s",
     "speed-up",
@@ -200,14 +202,21 @@ def _round_seconds(stats: Stats) -> float:
 
 
 def with_progress(answers: Iterable[Answer], count: int, console: Console) -> list[Answer]:
-    """All `count` answers, while a bar tells which one came last and how long the rest will take."""
+    """All `count` answers; a bar tells which one came last and how long the rest will take, where the output is not a
+    terminal a line now and then."""
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    done = []
-    with Progress(*columns, console=console) as progress:
+    done: list[Answer] = []
+    began = last_line = time.perf_counter()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("warming up", total=count)
         for answer in answers:
             done.append(answer)
             progress.update(bar, advance=1, description=f"prompt {answer.prompt + 1}, {answer.arm}")
+            now = time.perf_counter()
+            if not console.is_terminal and now - last_line > LINE_SECONDS:
+                last_line = now
+                left = (now - began) / len(done) * (count - len(done))
+                console.print(f"{len(done)} of {count} answers, {left / 60:.1f} minutes left")
     return done
 
 

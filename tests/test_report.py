@@ -220,7 +220,9 @@ def test_the_answer_shown_is_that_of_the_fastest_arm():
     ]
 
 
-def test_progress_hands_every_answer_through():
-    notes = Console(file=io.StringIO())
+@pytest.mark.parametrize(("terminal", "shown"), [(True, "9/9"), (False, "9 of 9 answers, 0.0 minutes left")])
+def test_progress_hands_every_answer_through(terminal, shown, monkeypatch):
+    monkeypatch.setattr(report, "LINE_SECONDS", -1)
+    notes = Console(file=io.StringIO(), force_terminal=terminal)
     assert report.with_progress(iter(example()), 9, notes) == example()
-    assert "9/9" in notes.file.getvalue()
+    assert shown in notes.file.getvalue()

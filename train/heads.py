@@ -49,7 +49,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 KEPT_CHECKPOINTS = 2
 BAD_STEPS = 10  # so many steps in a row without a finite gradient end the training
-TRIM_EVERY = 10  # steps between two returns of freed memory
+TRIM_EVERY = 4  # steps between two returns of freed memory
 LINE_SECONDS = 10  # between two lines of progress where the output is not a terminal
 
 
