@@ -74,9 +74,8 @@ def load_drafter(source: str | Path, model: PreTrainedModel, strict: bool = True
         ValueError: unknown name, another target, missing or unexpected weights.
     """
     target = Target(model)
-    named = drafter_classes().get(str(source))
-    if hasattr(named, "for_target"):
-        return named.for_target(target)
+    if str(source) in untrained_kinds():
+        return drafter_class(str(source)).for_target(target)
     folder = find_folder(source)
     document = read_document(folder / "config.json")
     ours = document.get("selfdraft")

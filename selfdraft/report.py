@@ -213,7 +213,7 @@ def with_progress(answers: Iterable[Answer], count: int, console: Console) -> li
             done.append(answer)
             progress.update(bar, advance=1, description=f"prompt {answer.prompt + 1}, {answer.arm}")
             now = time.perf_counter()
-            if not console.is_terminal and now - last_line > LINE_SECONDS:
+            if not console.is_terminal and (now - last_line > LINE_SECONDS or len(done) == count):
                 last_line = now
                 left = (now - began) / len(done) * (count - len(done))
                 console.print(f"{len(done)} of {count} answers, {left / 60:.1f} minutes left")

@@ -64,7 +64,7 @@ def test_compare_prints_its_tables_and_writes_its_figures(home, tmp_path, capsys
     for name in names[1:]:
         assert f"{name}: identical on 4/4 prompts" in out
     assert "w10 w20 w30" in out and "answer (" in out
-    assert "20/20" in err and "20/20" not in out
+    assert "20 of 20 answers" in err and "20 of 20" not in out
 
 
 def test_compare_samples_limits_and_repeats_and_still_checks_greedily(home, tmp_path):
