@@ -1,5 +1,6 @@
 """Growing and pruning a tree: equal to the slow form of EAGLE-2's expansion, and valid whatever the scores."""
 
+import itertools
 import math
 
 import pytest
@@ -25,10 +26,14 @@ def grown(plan: Plan, seed: int, rows: int, ids: torch.Tensor | None):
     names = list(range(VOCAB)) if ids is None else ids.tolist()
     paths: list[list[tuple[int, ...]]] = [[()] for _ in range(rows)]
 
+    depths = itertools.count(1)
+
     def step(tokens, parents):
+        depth = next(depths)
         for row in range(rows):
             above = paths[row]
             paths[row] = [(*above[p], t) for t, p in zip(tokens[row].tolist(), parents[row].tolist(), strict=True)]
+            assert all(len(path) == depth for path in paths[row])
         return torch.stack([torch.stack([scores_of(path, seed, row) for path in paths[row]]) for row in range(rows)])
 
     root = torch.full((rows,), 77)
