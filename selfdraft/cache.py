@@ -14,8 +14,9 @@ GROWTH = 1024  # slots added at a time when a row outgrows what was reserved
 class SlotCache(Cache):
     """Keys and values of a batch, `[batch, heads, capacity, dim]` per layer.
 
-    The owner says with `open` where the next forward writes, passes an explicit mask over the slots, and moves what
-    it keeps with `keep`. The cache itself knows no lengths: every row may have its own.
+    The owner says before every forward where it writes. With `open` it passes an explicit mask over the slots, and
+    moves what it keeps with `keep`; the cache itself knows no lengths, and every row may have its own. With `extend`
+    all rows are equally long, and to the model this is a cache like any of transformers' own.
     """
 
     def __init__(self, capacity: int):
@@ -24,6 +25,7 @@ class SlotCache(Cache):
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._slots: Tensor | slice = slice(0, 0)
+        self._before = 0  # tokens that the model takes for granted when it makes its own mask
         self._width = 0
         self._windows: list[tuple[Tensor, Tensor]] = []  # of every layer, the slots that attention sees
 
@@ -33,18 +35,30 @@ class SlotCache(Cache):
         `end` is one more than the largest slot. `start` is given when every row writes at `start..end-1`: a slice
         is cheaper than an index.
         """
+        self._slots = slots if start is None else slice(start, end)
+        self._before = 0
         width = -(-end // BUCKET) * BUCKET
+        self._show(width)
+        return width
+
+    def extend(self, start: int, end: int) -> None:
+        """Direct the next forward to append at `start..end-1` in every row; it sees the first `end` slots.
+
+        Then slots are positions, so that the model's own causal mask is right, and none is needed for one token.
+        """
+        self._slots, self._before = slice(start, end), start
+        self._show(end)
+
+    def _show(self, width: int) -> None:
         if width > self.capacity:
             self._grow(width)
         if width != self._width:  # the same for many rounds
             self._width, self._windows = width, []
-        self._slots = slots if start is None else slice(start, end)
-        return width
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by transformers' attention: writes at the opened slots, returns the first `width` slots."""
+        """Called by transformers' attention: writes at the opened slots, returns the slots that attention sees."""
         while len(self.keys) <= layer_idx:
             self.keys.append(self._reserve(key_states))
             self.values.append(self._reserve(value_states))
@@ -71,8 +85,12 @@ class SlotCache(Cache):
             store[rows, :, target] = store[rows, :, source]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Rows have their own lengths; transformers asks only where neither mask nor positions are given."""
-        return 0
+        """For transformers' own mask: the tokens before those of this forward."""
+        return self._before
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """For transformers' own mask: how many slots attention sees, and the position of the first."""
+        return self._width, 0
 
     def _reserve(self, states: Tensor) -> Tensor:
         batch, heads, _, dim = states.shape

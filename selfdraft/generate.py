@@ -18,11 +18,9 @@ from selfdraft.drafters.base import Drafter, Observed
 from selfdraft.metrics import Stats, Stopwatch
 from selfdraft.planner import Plan
 from selfdraft.sampling import Noise, Policy
-from selfdraft.target import Target
+from selfdraft.target import Target, prompt_parts
 from selfdraft.tree import DraftTree, visible_slots
 from selfdraft.verify import walk
-
-PREFILL_CHUNK = 1024  # prompt tokens per pass: bounds the memory of activations and masks
 
 # The processors that look at the scores of one position alone, so that they mean the same on every node of a tree.
 _SCORES_ONLY = {
@@ -143,13 +141,17 @@ def decode(
         reach = tree.ancestors()
         depths = reach.sum(dim=2) - 1
         nodes = tree.tokens.shape[1]
-        slots = lengths.unsqueeze(1) + torch.arange(nodes, device=lengths.device)
-        positions = (lengths.unsqueeze(1) + depths).clamp(max=rows.max_length - 1)
-        start = rows.common_length
-        width = cache.open(slots, end=max(rows.lengths) + nodes, start=start)
-        visible, slot_positions = tree_visibility(lengths, reach, depths, width)
-        clock.lap("other")
-        logits, features = target.score(tree.tokens, positions, visible, slot_positions, cache, layers)
+        start, end = rows.common_length, max(rows.lengths) + nodes
+        if nodes == 1:  # nothing was drafted
+            clock.lap("other")
+            logits, features = target.read(tree.tokens, lengths.unsqueeze(1), end, start, cache, layers)
+        else:
+            slots = lengths.unsqueeze(1) + torch.arange(nodes, device=lengths.device)
+            positions = (lengths.unsqueeze(1) + depths).clamp(max=rows.max_length - 1)
+            width = cache.open(slots, end, start)
+            visible, slot_positions = tree_visibility(lengths, reach, depths, width)
+            clock.lap("other")
+            logits, features = target.score(tree.tokens, positions, visible, slot_positions, cache, layers)
         clock.lap("verify")
 
         # 3. Walk along the target's own picks, and keep the slots of that path.
@@ -269,18 +271,14 @@ def row_seeds(seed: int | Sequence[int] | None, batch: int, device: torch.device
 
 
 def prefill(target: Target, cache: SlotCache, prompt: Prompt, layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-    """Fills the cache with the prompt, in chunks; logits [batch, 1, vocab] after its last token, and its features."""
+    """Fills the cache with the prompt, in parts; logits [batch, 1, vocab] after its last token, and its features."""
     total = prompt.tokens.shape[1]
+    uniform = min(prompt.host_lengths) == total
     features: list[Tensor] = []
-    for first in range(0, total, PREFILL_CHUNK):
-        chunk = slice(first, min(first + PREFILL_CHUNK, total))
-        positions = prompt.positions[:, chunk]
-        uniform = min(prompt.host_lengths) == total
-        end = chunk.stop if uniform else total
-        width = cache.open(positions, end, start=chunk.start if uniform else None)
-        slots = torch.arange(width, device=positions.device).expand(len(positions), -1)
-        visible = slots.unsqueeze(1) <= positions.unsqueeze(2)
-        logits, states = target.score(prompt.tokens[:, chunk], positions, visible, slots, cache, layers, 1)
+    for part in prompt_parts(total):
+        tokens, positions = prompt.tokens[:, part], prompt.positions[:, part]
+        start = part.start if uniform else None
+        logits, states = target.read(tokens, positions, total, start, cache, layers, logits_to_keep=1)
         if states is not None:
             features.append(states)
     return logits, torch.cat(features, dim=1) if features else None

@@ -89,6 +89,8 @@ class Policy:
         A node of depth d stands at position `lengths + d`, so its successor's noise is that of `lengths + d + 1`.
         Noise is drawn once per depth (0..max_depth) and shared by the nodes of that depth.
         """
+        if self.noise.temperature == 0 and not self.processors:
+            return logits.max(dim=-1).indices  # faster than argmax, and the first of equals like it
         batch, nodes, vocab = logits.shape
         scores = logits.reshape(-1, vocab).float()
         if self.processors:

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from selfdraft.cache import SlotCache
 
+PROMPT_PART = 512  # prompt tokens per pass: bounds the memory of activations and masks
+
 _ALIBI = {"bloom", "mpt", "mpt-7b"}
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
@@ -36,6 +38,28 @@ class Target:
         self.layer_kinds = kinds or {"sliding_attention" if self.window else "full_attention"}
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
+    def read(
+        self,
+        tokens: Int[Tensor, "batch time"],
+        positions: Int[Tensor, "batch time"],
+        end: int,
+        start: int | None,
+        cache: SlotCache,
+        layers: tuple[int, ...] = (),
+        logits_to_keep: int = 0,
+    ) -> tuple[Float[Tensor, "batch kept vocab"], Float[Tensor, "batch time features"] | None]:
+        """One forward pass over text: every token goes to the slot of its position, and sees the slots up to there.
+
+        No position is `end` or more. `start` is the first one where all rows continue alike. Then the model makes its
+        own causal mask, or needs none, and runs the kernels of its own `generate`. Returns what `score` returns.
+        """
+        if start is not None:
+            cache.extend(start, start + tokens.shape[1])
+            return self._forward(tokens, positions, None, cache, layers, logits_to_keep)
+        slots = torch.arange(cache.open(positions, end), device=tokens.device).expand(len(tokens), -1)
+        masks = self._masks(slots.unsqueeze(1) <= positions.unsqueeze(2), positions, slots)
+        return self._forward(tokens, positions, masks, cache, layers, logits_to_keep)
+
     def score(
         self,
         tokens: Int[Tensor, "batch nodes"],
@@ -52,10 +76,16 @@ class Target:
         (for the sliding window). Writes the nodes' keys and values into the slots that `cache.open` named. `layers`
         are HF `hidden_states` indices; the features are their concatenation.
         """
+        masks = self._masks(visible, positions, slot_positions)
+        return self._forward(tokens, positions, masks, cache, layers, logits_to_keep)
+
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, masks: Any, cache: SlotCache, layers: tuple, logits_to_keep: int
+    ) -> tuple[Tensor, Tensor | None]:
         output = self.model(
             input_ids=tokens,
             position_ids=positions,
-            attention_mask=self._masks(visible, positions, slot_positions),
+            attention_mask=masks,
             use_cache=True,
             output_hidden_states=sorted(set(layers)) or False,
             logits_to_keep=logits_to_keep,
@@ -135,6 +165,11 @@ class Target:
         """What is added to the scores. sdpa would take booleans too, but turn them into this in every layer."""
         zeros = torch.zeros((), dtype=self.dtype, device=visible.device)
         return torch.where(visible, zeros, torch.finfo(self.dtype).min).unsqueeze(1)
+
+
+def prompt_parts(length: int) -> list[slice]:
+    """Where a prompt of `length` tokens is cut for reading."""
+    return [slice(first, min(first + PROMPT_PART, length)) for first in range(0, length, PROMPT_PART)]
 
 
 def refuse(model: PreTrainedModel, config: Any) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import selfdraft
 from selfdraft.cache import SlotCache
 from selfdraft.target import Target
 from tests.models import EVERY, FAMILIES, prompts, row, tiny
@@ -54,6 +55,29 @@ def test_the_features_in_decoding_are_those_for_training(family, attention):
         trained, _ = target.encode(ids, (1, 3, 4, -1))
     assert torch.allclose(features, trained, **CLOSE)
     assert torch.allclose(logits, ordinary(model, ids).logits, **CLOSE)
+
+
+@pytest.mark.parametrize(("family", "attention"), EVERY)
+def test_text_read_in_pieces_is_an_ordinary_pass_over_it(family, attention):
+    """Pieces of many tokens and of one, inside the sliding window and past it."""
+    model = tiny(family, attention)
+    target, ids, cache = Target(model), prompts((29,))["input_ids"].repeat(2, 1), SlotCache(8)
+    places = torch.arange(29).expand_as(ids)
+    pieces = [slice(0, 7), slice(7, 8), slice(8, 9), slice(9, 25), slice(25, 28), slice(28, 29)]
+    with torch.no_grad():
+        read = [target.read(ids[:, piece], places[:, piece], 29, piece.start, cache, (1, -1)) for piece in pieces]
+    expected = ordinary(model, ids)
+    states = torch.cat([expected.hidden_states[1], expected.hidden_states[-1]], dim=-1)
+    assert torch.allclose(torch.cat([logits for logits, _ in read], dim=1), expected.logits, **CLOSE)
+    assert torch.allclose(torch.cat([features for _, features in read], dim=1), states, **CLOSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_decoding_in_bfloat16_is_that_of_the_model_itself(family):
+    """Rounding as coarse as this shows every other order of sums: the kernels must be the same."""
+    model, inputs = copy.deepcopy(tiny(family)).bfloat16(), prompts((23,))
+    settings = {"max_new_tokens": 24, "do_sample": False}
+    assert torch.equal(selfdraft.generate(model, **inputs, **settings), model.generate(**inputs, **settings))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,10 +21,9 @@ from selfdraft.drafters.growth import Levels, grow
 from selfdraft.losses import soft_cross_entropy
 from selfdraft.planner import Plan
 from selfdraft.sampling import Noise
-from selfdraft.target import Target
+from selfdraft.target import Target, prompt_parts
 from selfdraft.tree import DraftTree
 
-PREFILL_CHUNK = 1024  # prompt tokens per pass: bounds the memory of activations and masks
 _NOT_ITS_OWN = {"selfdraft", "quantization_config"}  # fields of a loaded config that say nothing of the model
 SAME_TOKENIZER = 0.75  # vocabularies padded differently differ by less than this; other tokenizers often by more
 
@@ -191,37 +190,18 @@ class DraftModel(nn.Module):
         """
         start = seen.start
         if state.begun:
-            positions = seen.positions + 1
-            logits = self.score(
-                draft, state, seen.next_tokens(root), positions, end, None if start is None else start + 1
-            )
+            tokens, start = self.translate(seen.next_tokens(root)), None if start is None else start + 1
+            logits, _ = draft.read(tokens, seen.positions + 1, end, start, state.cache)
             return seen.last(logits)
         state.begun = True
         # The prompt, then the root; the padding of shorter rows makes room for it.
         places = torch.where(seen.valid, seen.positions, seen.positions + 1)
-        tokens = torch.cat([seen.tokens, root.unsqueeze(1)], dim=1)
+        tokens = self.translate(torch.cat([seen.tokens, root.unsqueeze(1)], dim=1))
         positions = torch.cat([places, seen.lengths.unsqueeze(1)], dim=1)
-        for first in range(0, tokens.shape[1], PREFILL_CHUNK):
-            part = slice(first, first + PREFILL_CHUNK)
-            begin = None if start is None else start + first
-            logits = self.score(draft, state, tokens[:, part], positions[:, part], end, begin, logits_to_keep=1)
+        for part in prompt_parts(tokens.shape[1]):
+            begin = None if start is None else start + part.start
+            logits, _ = draft.read(tokens[:, part], positions[:, part], end, begin, state.cache, logits_to_keep=1)
         return logits[:, 0]
-
-    def score(
-        self,
-        draft: Target,
-        state: DraftState,
-        tokens: Int[Tensor, "batch time"],
-        positions: Int[Tensor, "batch time"],
-        end: int,
-        start: int | None,
-        logits_to_keep: int = 0,
-    ) -> Float[Tensor, "batch kept vocab"]:
-        """One pass over text that is written to the slots of its positions: `start` on, or anywhere before `end`."""
-        width = state.cache.open(positions, end if start is None else start + tokens.shape[1], start)
-        slots = torch.arange(width, device=tokens.device).expand(len(tokens), -1)
-        visible = slots.unsqueeze(1) <= positions.unsqueeze(2)
-        return draft.score(self.translate(tokens), positions, visible, slots, state.cache, (), logits_to_keep)[0]
 
     def translate(self, tokens: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
         """The draft model's ids of the target's tokens; those that it does not know get a stand-in."""

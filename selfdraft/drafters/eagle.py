@@ -17,7 +17,7 @@ from selfdraft.drafters.growth import Levels, grow
 from selfdraft.losses import soft_cross_entropy
 from selfdraft.planner import Plan
 from selfdraft.sampling import Noise
-from selfdraft.target import Target
+from selfdraft.target import Target, prompt_parts
 from selfdraft.tree import DraftTree
 
 
@@ -245,11 +245,17 @@ class Eagle(nn.Module):
     def read(self, cache: SlotCache, seen: Observed, root: Int[Tensor, " batch"]) -> Float[Tensor, "batch time hidden"]:
         """Takes the newly committed positions into the drafter's cache, with the target's true features."""
         assert seen.features is not None, "feature_layers asks for them"
-        end = (seen.longest if seen.start is None else seen.start) + seen.tokens.shape[1]
-        width = cache.open(seen.positions, end, seen.start)
-        slots = torch.arange(width, device=root.device)
-        visible = slots <= seen.positions.unsqueeze(-1)
-        return self.attend(cache, seen.next_tokens(root), self.fuse(seen.features), seen.positions, visible)
+        tokens, time, outputs = seen.next_tokens(root), seen.tokens.shape[1], []
+        for part in prompt_parts(time):
+            positions = seen.positions[:, part]
+            if seen.start is None:
+                width = cache.open(positions, seen.longest + time)
+            else:
+                width = cache.open(positions, seen.start + part.stop, seen.start + part.start)
+            visible = torch.arange(width, device=root.device) <= positions.unsqueeze(-1)
+            hidden = self.fuse(seen.features[:, part])
+            outputs.append(self.attend(cache, tokens[:, part], hidden, positions, visible))
+        return torch.cat(outputs, dim=1)
 
     def attend(
         self,

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import selfdraft
-import selfdraft.drafters.draft_model
 from selfdraft import Plan
-from tests.contract.arms import CHAIN, GREEDY, LENGTHS, LOOP, NEW, POLICIES, SEED, TREE, Case, arms, plain, seeded
+from tests.contract.arms import CHAIN, GREEDY, LENGTHS, NEW, POLICIES, SEED, TREE, Case, arms, plain, seeded
 from tests.contract.checks import equals_plain, same_tokens
 from tests.models import FAMILIES, prompts, row
 from tests.scripted import Passing, Script, texts_of
@@ -161,8 +160,7 @@ def test_prompts_of_one_and_two_tokens(ids, name, width):
 def test_a_prompt_longer_than_a_chunk_of_the_prefill(name, batch, chunk, monkeypatch):
     case = Case("llama", "sdpa", "T1", batch)
     drafter, whole = ARMS[name](case), equals_plain(case, ARMS[name](case), TREE)
-    monkeypatch.setattr(LOOP, "PREFILL_CHUNK", chunk)
-    monkeypatch.setattr(selfdraft.drafters.draft_model, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr("selfdraft.target.PROMPT_PART", chunk)
     in_chunks = equals_plain(case, drafter, TREE)
     assert (in_chunks.drafted, in_chunks.accepted) == (whole.drafted, whole.accepted)
 
@@ -171,7 +169,7 @@ def test_a_prompt_longer_than_a_chunk_of_the_prefill(name, batch, chunk, monkeyp
 def test_every_family_takes_its_prompt_in_chunks(family, monkeypatch):
     case = Case(family, "", "greedy", 3)
     reference = plain(case)
-    monkeypatch.setattr(LOOP, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr("selfdraft.target.PROMPT_PART", 4)
     settings: dict[str, Any] = {"max_new_tokens": NEW, **GREEDY}
     same_tokens(selfdraft.generate(case.model, **case.inputs, drafter="ngram", **settings), reference)
 

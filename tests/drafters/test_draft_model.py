@@ -118,7 +118,7 @@ def test_trees_are_valid_and_proposing_never_waits_for_the_device(make, plan, sa
 
 
 def test_a_long_prompt_is_read_in_pieces(monkeypatch):
-    monkeypatch.setattr("selfdraft.drafters.draft_model.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("selfdraft.target.PROMPT_PART", 4)
     for inputs in (prompts((13,)), prompts(RAGGED)):
         output = selfdraft.generate(
             tiny("llama"),
