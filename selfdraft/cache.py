@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import Cache
 
-BUCKET = 64  # attention sees a multiple of this many slots, so that few different shapes occur
+BUCKET = 64  # an explicit mask has a multiple of this width, so that few different shapes occur
 GROWTH = 1024  # slots added at a time when a row outgrows what was reserved
 
 

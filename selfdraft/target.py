@@ -15,6 +15,7 @@ from selfdraft.cache import SlotCache
 PROMPT_PART = 512  # prompt tokens per pass: bounds the memory of activations and masks
 
 _ALIBI = {"bloom", "mpt", "mpt-7b"}
+_LOOKS_FOR_PADDING = {"gpt2", "biogpt"}  # without a mask these read or build one from the text, on the host
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -50,10 +51,10 @@ class Target:
     ) -> tuple[Float[Tensor, "batch kept vocab"], Float[Tensor, "batch time features"] | None]:
         """One forward pass over text: every token goes to the slot of its position, and sees the slots up to there.
 
-        No position is `end` or more. `start` is the first one where all rows continue alike. Then the model makes its
-        own causal mask, or needs none, and runs the kernels of its own `generate`. Returns what `score` returns.
+        No position is `end` or more. `start` is the first one where all rows continue alike. Then most models make
+        their own causal mask, or need none, and run the kernels of their own `generate`. Returns what `score` returns.
         """
-        if start is not None:
+        if start is not None and self.config.model_type not in _LOOKS_FOR_PADDING:
             cache.extend(start, start + tokens.shape[1])
             return self._forward(tokens, positions, None, cache, layers, logits_to_keep)
         slots = torch.arange(cache.open(positions, end), device=tokens.device).expand(len(tokens), -1)
@@ -189,6 +190,8 @@ def refuse(model: PreTrainedModel, config: Any) -> None:
         raise ValueError(
             f"{kind} uses ALiBi, whose bias follows the order of the cache and not the positions of a tree"
         )
+    if kind == "gpt_neo":
+        raise ValueError(f"{kind} cuts its own causal mask by the length of the cache, whatever mask it is given")
     if config._attn_implementation not in ("eager", "sdpa"):
         raise ValueError(
             f"attention '{config._attn_implementation}' takes no explicit 4-D mask; load the model with "

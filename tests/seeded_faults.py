@@ -39,8 +39,7 @@ def positions_off_by_one() -> AbstractContextManager:
 
     def score(self, tokens, positions, *rest, **named):
         drafted = torch.arange(tokens.shape[1]) > 0
-        in_prefill = rest[-1] == 1 or named.get("logits_to_keep") == 1
-        return whole(self, tokens, positions if in_prefill else positions + drafted, *rest, **named)
+        return whole(self, tokens, positions + drafted, *rest, **named)
 
     return mock.patch.object(Target, "score", score)
 

@@ -17,7 +17,7 @@ import selfdraft
 from selfdraft import Plan
 from selfdraft.target import Target
 from tests.contract.arms import NEW, Case, arms, seeded
-from tests.models import prompts
+from tests.models import FAMILIES, prompts
 
 ARMS = arms()
 METHODS = ["tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"]
@@ -104,6 +104,17 @@ def test_a_round_reads_once_from_the_device(name, policy, plan, monkeypatch):
     assert long_rounds > short_rounds
     assert long - short == {"tolist": long_rounds - short_rounds}
     assert not short - long
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_reads_for_itself(family, monkeypatch):
+    """With a pad token and no mask, some models look into the text for padding."""
+    case = Case(family, "", "greedy", 1)
+    monkeypatch.setattr(case.model.config, "pad_token_id", 0)
+    for drafter, plan in ((None, Plan(0)), (ARMS["noisy"](case), Plan(3, 3, 9))):
+        short_rounds, short = rounds_and_reads(monkeypatch, case, drafter, plan, new=8)
+        long_rounds, long = rounds_and_reads(monkeypatch, case, drafter, plan, new=NEW)
+        assert long - short == {"tolist": long_rounds - short_rounds}
 
 
 def test_the_count_sees_every_kind_of_read(monkeypatch):

@@ -54,6 +54,7 @@ REFUSED = {
     "bloom": ("ALiBi", {}),
     "mpt": ("ALiBi", {}),
     "falcon": ("ALiBi", {"alibi": True}),
+    "gpt_neo": ("causal mask", {"attention_types": [[["global", "local"], 1]]}),
     "llama4_text": ("chunked", {"num_local_experts": 2, "intermediate_size_mlp": 64, "pad_token_id": 0}),
     "t5": ("encoder-decoder", {"decoder_start_token_id": 0}),
     "bart": ("encoder-decoder", {"decoder_start_token_id": 0}),
