@@ -21,7 +21,7 @@ from selfdraft.drafters.growth import Levels, grow
 from selfdraft.losses import soft_cross_entropy
 from selfdraft.planner import Plan
 from selfdraft.sampling import Noise
-from selfdraft.target import Target, prompt_parts
+from selfdraft.target import Target, prompt_parts, stored_weight
 from selfdraft.tree import DraftTree
 
 _NOT_ITS_OWN = {"selfdraft", "quantization_config"}  # fields of a loaded config that say nothing of the model
@@ -95,11 +95,13 @@ class DraftModel(nn.Module):
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, target: Target, plan: Plan | None = None) -> "DraftModel":
-        """A drafter out of a ready causal LM with the target's tokenizer, which is moved to the target's device."""
+        """A drafter out of a ready causal LM with the target's tokenizer, which is moved to the target's device, but
+        where accelerate has placed it."""
+        vocabulary.refuse_other_tokenizer(str(model.config._name_or_path), str(target.config._name_or_path))
         config = DraftModelConfig(model=plain_config(model))
         if plan is not None:
             config = replace(config, depth=plan.depth, width=plan.width, nodes=plan.nodes)
-        return cls(config, target, model.to(target.device))
+        return cls(config, target, model if hasattr(model, "_hf_hook") else model.to(target.device))
 
     @property
     def target(self) -> Target:
@@ -160,17 +162,16 @@ class DraftModel(nn.Module):
         last = seen.longest + time if state.begun else max(seen.longest, time)
         if self.outgrown(state, draft, max(last, seen.longest + plan.depth)):
             return DraftTree.chain(root.unsqueeze(1))
-        logits = self.read(draft, state, seen, root, last + 1).unsqueeze(1)
-        scores = noise.score(self.common(logits), seen.lengths.unsqueeze(1) + 1, self.ids)[:, 0]
+        first = self.read(draft, state, seen, root, last + 1).unsqueeze(1)
         # In the draft's cache the root is committed too, so its levels begin one slot further on.
         levels = Levels(state.cache, seen.lengths + 1, seen.longest + 1)
 
         def step(tokens: Tensor, parents: Tensor) -> Tensor:
             positions, visible, slot_positions = levels.next(parents)
             logits, _ = draft.score(self.translate(tokens), positions, visible, slot_positions, state.cache)
-            return noise.score(self.common(logits), positions + 1, self.ids)
+            return self.common(logits)
 
-        return grow(root, scores, self.ids, plan, step)
+        return grow(root, self.common(first), self.ids, plan, step, noise, seen.lengths)
 
     def outgrown(self, state: DraftState, draft: Target, last: int) -> bool:
         """True, and one warning per call of `generate`, when `last` is a position that it cannot read."""
@@ -207,7 +208,7 @@ class DraftModel(nn.Module):
         """The draft model's ids of the target's tokens; those that it does not know get a stand-in."""
         if self.ids is not None:
             return self.stand_ins[tokens]
-        return tokens.clamp(max=self.model.get_input_embeddings().weight.shape[0] - 1)
+        return tokens.clamp(max=stored_weight(self.model.get_input_embeddings()).shape[0] - 1)
 
     def common(self, logits: Float[Tensor, "*shape vocab"]) -> Float[Tensor, "*shape common"]:
         """The logits of tokens that the target has too: vocabularies are often padded to different sizes."""

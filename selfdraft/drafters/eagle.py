@@ -228,9 +228,8 @@ class Eagle(nn.Module):
     def propose(
         self, state: EagleState, seen: Observed, root: Int[Tensor, " batch"], plan: Plan, noise: Noise
     ) -> DraftTree:
-        ids = self.ids
         hidden = seen.last(self.read(state.cache, seen, root)).unsqueeze(1)
-        scores = noise.score(self.logits(hidden), seen.lengths.unsqueeze(1) + 1, ids)[:, 0]
+        logits = self.logits(hidden)
         levels = Levels(state.cache, seen.lengths, seen.longest)
 
         def step(tokens: Tensor, parents: Tensor) -> Tensor:
@@ -238,9 +237,9 @@ class Eagle(nn.Module):
             hidden = hidden.gather(1, parents.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
             positions, visible, _ = levels.next(parents)
             hidden = self.attend(state.cache, tokens, hidden, positions, visible)
-            return noise.score(self.logits(hidden), positions + 2, ids)
+            return self.logits(hidden)
 
-        return grow(root, scores, ids, plan, step)
+        return grow(root, logits, self.ids, plan, step, noise, seen.lengths)
 
     def read(self, cache: SlotCache, seen: Observed, root: Int[Tensor, " batch"]) -> Float[Tensor, "batch time hidden"]:
         """Takes the newly committed positions into the drafter's cache, with the target's true features."""
@@ -300,7 +299,7 @@ class Eagle(nn.Module):
         chosen = vocabulary.most_frequent(answer_counts.to(self.d2t.device), len(self.d2t))
         self.d2t.copy_(chosen - torch.arange(len(chosen), device=chosen.device))
         with torch.no_grad():
-            self.lm_head.weight.copy_(self.target.model.get_output_embeddings().weight[chosen])
+            self.lm_head.weight.copy_(self.target.head_weight()[chosen])
 
     def forward(self, batch: FeatureBatch) -> LossSum:
         """Sum over steps s of decay^s * CE(target over the draft vocabulary, drafter), at answer tokens.

@@ -141,7 +141,9 @@ class Medusa(nn.Module):
     ) -> DraftTree:
         plan = plan.cut(self.config.heads)
         if plan not in state.shapes:
-            state.shapes[plan] = tree_shape(state.hits, plan, min(RANKS, self.config.draft_vocab_size), root.device)
+            # Of draws from a distribution, the first is tried first.
+            hits = [sorted(each, reverse=True) for each in state.hits] if noise.draws else state.hits
+            state.shapes[plan] = tree_shape(hits, plan, min(RANKS, self.config.draft_vocab_size), root.device)
         levels, ranks, parents = state.shapes[plan]
         assert seen.features is not None, "feature_layers asks for them"
         newest = seen.last(seen.features)
@@ -153,8 +155,14 @@ class Medusa(nn.Module):
         positions = seen.lengths.unsqueeze(1) + torch.arange(1, plan.depth + 1, device=root.device)
         scores = noise.score(logits, positions, self.ids)
         best = scores.topk(min(plan.width, RANKS, scores.shape[-1]), dim=-1).indices
-        tokens = best if self.ids is None else self.ids[best]
-        return DraftTree(torch.cat([root.unsqueeze(1), tokens[:, levels, ranks]], dim=1), parents.expand(len(root), -1))
+        drafted = best if self.ids is None else self.ids[best]
+        tokens = torch.cat([root.unsqueeze(1), drafted[:, levels, ranks]], dim=1)
+        parents = parents.expand(len(root), -1)
+        if not noise.draws:
+            return DraftTree(tokens, parents, is_chain=plan.width == 1)
+        below = nn.functional.pad(noise.probs(logits), (0, 0, 0, 1))  # by depth of the parent; none below the deepest
+        depths = nn.functional.pad(levels + 1, (1, 0))
+        return DraftTree(tokens, parents, below[:, depths], self.ids, is_chain=plan.width == 1)
 
     def think(self, head: int, hidden: Float[Tensor, "*shape size"]) -> Float[Tensor, "*shape size"]:
         """What head `head` makes of the target's hidden state."""
@@ -168,7 +176,7 @@ class Medusa(nn.Module):
         """
         if self.config.own_projection:
             return list(self.projections.parameters())
-        rows = self.target.model.get_output_embeddings().weight
+        rows = self.target.head_weight()
         return [rows if self.ids is None else rows[self.ids]] * self.config.heads
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -178,7 +186,7 @@ class Medusa(nn.Module):
         """The most frequent answer tokens become the draft vocabulary; every head starts as the target's own."""
         if self.ids is not None:
             self.ids.copy_(vocabulary.most_frequent(answer_counts.to(self.ids.device), len(self.ids)))
-        rows = self.target.model.get_output_embeddings().weight
+        rows = self.target.head_weight()
         for own in self.projections.parameters():
             own.copy_(rows if self.ids is None else rows[self.ids])
 

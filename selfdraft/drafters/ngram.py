@@ -68,7 +68,7 @@ class Ngram:
         present = found & (best + steps < length)
         parents = torch.where(present, steps - 1, -1)
         tokens = torch.cat([root.unsqueeze(1), draft], dim=1)
-        return DraftTree(tokens, torch.cat([torch.full_like(parents[:, :1], -1), parents], dim=1))
+        return DraftTree(tokens, torch.cat([torch.full_like(parents[:, :1], -1), parents], dim=1), is_chain=True)
 
     def remember(self, state: History, seen: Observed, root: Int[Tensor, " batch"]) -> Int[Tensor, "batch capacity"]:
         """Writes what was seen, and the root, into the history; grows it by a large step when it may be full."""

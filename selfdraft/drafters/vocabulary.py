@@ -3,9 +3,12 @@
 Ids are the target's token ids of every draft token, in ascending order; None stands for all of them.
 """
 
+import functools
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from transformers import AutoTokenizer
 
 
 def most_frequent(answer_counts: Int[Tensor, " vocab"], size: int) -> Int[Tensor, " draft_vocab"]:
@@ -27,3 +30,31 @@ def among(
 def are_valid(ids: Int[Tensor, " draft_vocab"], vocab_size: int) -> bool:
     """Whether every id is one of the target's, and none comes twice. Reads from the device."""
     return bool(ids.min() >= 0 and ids.max() < vocab_size and len(ids.unique()) == len(ids))
+
+
+@functools.lru_cache
+def refuse_other_tokenizer(own: str, theirs: str) -> None:
+    """ValueError when two checkpoints on this machine have tokenizers that give one id to different tokens.
+
+    Added tokens are left out: one family's checkpoints often differ in those, and a text has few of them. Without
+    tokenizer files nothing is known.
+    """
+    if own == theirs or not own or not theirs:
+        return
+    try:
+        ours, others = plain_tokens(own), plain_tokens(theirs)
+    except (OSError, ValueError):
+        return
+    for index in sorted(ours.keys() & others.keys()):
+        if ours[index] != others[index]:
+            raise ValueError(
+                f"the draft model's token {index} is {ours[index]!r} and the target's is {others[index]!r}, so they do "
+                "not share a tokenizer; take a draft model of the target's own family"
+            )
+
+
+def plain_tokens(checkpoint: str) -> dict[int, str]:
+    """The tokens of a checkpoint's tokenizer by their ids, without those added to its vocabulary."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+    added = tokenizer.added_tokens_decoder
+    return {index: token for token, index in tokenizer.get_vocab().items() if index not in added}
