@@ -4,6 +4,7 @@ Libraries that take seconds to import (torch, transformers) are imported inside 
 mistyped options answer at once.
 """
 
+import os
 import sys
 import traceback
 from dataclasses import fields, replace
@@ -11,13 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveInt
 
 from selfdraft import __version__
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; the exit status. 2 for what the user has to change, 130 for Ctrl-C."""
+    """Runs one command; the exit status. 2 for what the user has to change, 130 for Ctrl-C, 141 for a closed pipe."""
     parser = ArgumentParser(
         prog="selfdraft",
         version=__version__,
@@ -25,9 +26,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     commands = parser.add_subcommands(metavar="COMMAND")
     commands.add_subcommand("compare", compare_options(), help="measure drafters against plain decoding, here")
+    commands.add_subcommand("generate", generate_options(), help="answer a prompt, or chat")
     arguments = parser.parse_args(argv)
     try:
-        return {"compare": compare}[arguments.subcommand](arguments[arguments.subcommand])
+        return {"compare": compare, "generate": generate}[arguments.subcommand](arguments[arguments.subcommand])
+    except BrokenPipeError:  # who reads the output has seen enough, as in `selfdraft ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its exit
+        return 141  # what the shell says of a program that the closed pipe ends
     except (ValueError, OSError) as error:
         if not _is_ours(error):
             raise
@@ -60,7 +65,7 @@ def compare_options() -> ArgumentParser:
         "Without it: the questions that come with selfdraft",
     )
     parser.add_argument("--limit", type=PositiveInt | None, help="how many prompts, spread evenly over the tasks")
-    parser.add_argument("--model", type=str, default="smollm2-135m", help="folder or hub id of a causal language model")
+    add_model_options(parser)
     parser.add_argument(
         "--drafters",
         type=str,
@@ -72,9 +77,6 @@ def compare_options() -> ArgumentParser:
     parser.add_argument("--temperature", type=NonNegativeFloat, default=0.0, help="0 is greedy, above it is sampling")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling; prompt number i uses seed + i")
     parser.add_argument("--max-new-tokens", type=PositiveInt, default=128, help="longest answer, in tokens")
-    parser.add_argument(
-        "--dtype", type=Literal["bfloat16", "float16", "float32"], default="bfloat16", help="of the model when timed"
-    )
     parser.add_argument("--repeats", type=PositiveInt, default=1, help="how often every prompt is answered")
     parser.add_argument(
         "--check",
@@ -85,6 +87,54 @@ def compare_options() -> ArgumentParser:
     parser.add_argument("--show-answer", action="store_true", help="print the first prompt and its answer at the end")
     parser.add_argument("--json", type=Path | None, metavar="OUT.json", help="write all figures to this file")
     return parser
+
+
+def generate_options() -> ArgumentParser:
+    """The options of `selfdraft generate`, and the text of its --help."""
+    parser = ArgumentParser(
+        description="Answers a prompt, and streams the text as the model accepts it: some tokens at once, because they "
+        "were drafted, and never another text than the model's own. The prompt is that of --prompt, or what comes in a "
+        "pipe; without either, on a terminal, it is a chat, where Ctrl-C stops an answer and Ctrl-D or /exit leaves. "
+        "The text goes to the standard output, the speed to the standard error. "
+        'Example: selfdraft generate --prompt "Why is the sky blue?" --show-drafted',
+    )
+    parser.add_argument("--prompt", type=str, metavar="TEXT", help="a question; for a base model, text to go on with")
+    add_model_options(parser)
+    parser.add_argument(
+        "--drafter",
+        type=str,
+        nargs="+",
+        metavar="NAME_OR_PATH",
+        help="ngram, a shipped drafter (draft_model, medusa, eagle3), the folder of a trained one, or none; of several "
+        "the first that fits the model drafts. Without it: eagle3 for the default model, ngram for others",
+    )
+    parser.add_argument("--system", type=str, metavar="TEXT", help="the system message, which stands before a chat")
+    parser.add_argument(
+        "--temperature",
+        type=NonNegativeFloat,
+        help="0 is greedy, above it is sampling. Without it: as the model's own generation config has it",
+    )
+    parser.add_argument("--top-p", type=ClosedUnitInterval, help="sample among the likeliest tokens only")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling; turn number i of a chat uses seed + i")
+    parser.add_argument("--max-new-tokens", type=PositiveInt, default=512, help="longest answer, in tokens")
+    parser.add_argument(
+        "--show-drafted", action="store_true", help="colour what was drafted; the rest is the model's own"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path | None,
+        metavar="OUT.json",
+        help="write prompt, answer, token ids, which of them were drafted, and all figures to this file",
+    )
+    return parser
+
+
+def add_model_options(parser: ArgumentParser) -> None:
+    """Which model, and how it is held: the same for every command."""
+    parser.add_argument("--model", type=str, default="smollm2-135m", help="folder or hub id of a causal language model")
+    parser.add_argument(
+        "--dtype", type=Literal["bfloat16", "float16", "float32"], default="bfloat16", help="of the model's weights"
+    )
 
 
 def compare(options: Namespace) -> int:
@@ -98,8 +148,7 @@ def compare(options: Namespace) -> int:
     notes = Console(stderr=True)
     chosen = {field.name: options[field.name] for field in fields(measuring.Settings)}
     settings = measuring.Settings(**chosen | {"prompts": options.prompts or measuring.SHIPPED_PROMPTS})
-    if options.json is not None and not options.json.parent.is_dir():
-        raise ValueError(f"--json {options.json}: there is no folder {options.json.parent}; make it first")
+    refuse_missing_folder(options.json)
 
     prompts = measuring.read_prompts(settings.prompts, settings.limit)
     sources = measuring.drafter_sources(settings, note=lambda text: report.print_lines([text], notes))
@@ -131,6 +180,51 @@ def compare(options: Namespace) -> int:
     if options.json is not None:
         report.write_json(figures, options.json)
     return 1 if options.check and any(differences.values()) else 0
+
+
+def generate(options: Namespace) -> int:
+    """Streams the answer to the prompt, or to everything that is asked in a chat, with a line of figures below each."""
+    from rich.console import Console
+
+    from selfdraft import chat, report
+    from selfdraft import compare as measuring
+
+    def note(text: str) -> None:
+        report.print_lines([text], notes)
+
+    notes = Console(stderr=True)
+    prompt = chat.read_prompt(options.prompt)
+    refuse_missing_folder(options.json)
+    if prompt is None and options.json is not None:
+        raise ValueError("--json holds one answer, and this is a chat: give the prompt by --prompt or in a pipe")
+    sources = chat.wanted_drafters(options.drafter, options.model)
+    model, tokenizer = measuring.load_target(options.model, options.dtype)
+    name, drafter = chat.first_that_fits(sources, model, note)
+    decoding = chat.decoding_options(model, options.max_new_tokens, options.temperature, options.top_p)
+    conversation = chat.Conversation(model, tokenizer, drafter, decoding, options.seed, options.system)
+    in_colour = options.show_drafted and sys.stdout.isatty()
+    say = chat.writer(in_colour)
+
+    if prompt is None:
+        note(f"{options.model}, drafter {name}. Ctrl-C stops an answer, Ctrl-D or /exit leaves.")
+    for question in chat.questions() if prompt is None else [prompt]:
+        answer = conversation.ask(question, say)
+        say("\n", False)
+        note(chat.summary(answer, name))
+        if options.show_drafted:
+            note(chat.legend(answer, in_colour))
+        if prompt is not None and answer.stopped:
+            raise KeyboardInterrupt
+        if options.json is not None:
+            asked = {key: options[key] for key in ("model", "dtype", "system", "temperature", "top_p", "seed")}
+            report.write_json(asked | {"drafter": name, "prompt": question} | answer.figures(), options.json)
+    return 0
+
+
+def refuse_missing_folder(file: Path | None) -> None:
+    """Found out before the work, not after it."""
+    if file is not None and not file.parent.is_dir():
+        raise ValueError(f"--json {file}: there is no folder {file.parent}; make it first")
 
 
 if __name__ == "__main__":

@@ -141,32 +141,42 @@ def drafter_sources(settings: Settings, note: Callable[[str], None]) -> dict[str
     Shipped drafters and those that need no training are named by their kind, others by their folder, with as much of
     the path as makes the names differ. By default a shipped drafter that is missing is passed over, with a note.
     """
-    folders_of = {kind: ASSETS / embedded.TARGET_NAME / kind for kind in SHIPPED}
-    shipped = {kind: str(folder) for kind, folder in folders_of.items() if (folder / "config.json").is_file()}
-    by_kind = {kind: kind for kind in untrained_kinds()} | shipped
+    by_kind = known_drafters()
     if settings.drafters is None:
         wanted = ["ngram", *SHIPPED] if settings.model == embedded.TARGET_NAME else ["ngram"]
         for kind in [kind for kind in wanted if kind not in by_kind]:
-            note(f"{kind}: there is no shipped drafter in {folders_of[kind]}, so it is passed over")
+            note(f"{kind}: there is no shipped drafter in {_shipped_folder(kind)}, so it is passed over")
         return {kind: by_kind[kind] for kind in wanted if kind in by_kind}
-    folders = [name for name in dict.fromkeys(settings.drafters) if name not in by_kind]
-    for folder in folders:
-        _refuse_missing(folder, list(by_kind))
+    sources = {name: drafter_source(name) for name in settings.drafters}
+    folders = [name for name in sources if name not in by_kind]
     names = dict(zip(folders, _short_names(folders, reserved={REFERENCE, PLAIN, *by_kind, *SHIPPED}), strict=True))
-    return {names.get(name, name): by_kind.get(name, name) for name in settings.drafters}
+    return {names.get(name, name): source for name, source in sources.items()}
 
 
-def _refuse_missing(name: str, kinds: list[str]) -> None:
-    """ValueError when `name` is neither the folder of a drafter nor may be a hub id."""
-    folder = Path(name)
+def known_drafters() -> dict[str, str]:
+    """Name -> what `load_drafter` takes, of the drafters that need no training and of the shipped ones."""
+    shipped = {kind: _shipped_folder(kind) for kind in SHIPPED}
+    there = {kind: str(folder) for kind, folder in shipped.items() if (folder / "config.json").is_file()}
+    return {kind: kind for kind in untrained_kinds()} | there
+
+
+def _shipped_folder(kind: str) -> Path:
+    return ASSETS / embedded.TARGET_NAME / kind
+
+
+def drafter_source(name: str) -> str:
+    """What `load_drafter` takes for a known name or a folder; ValueError when it is neither, nor may be a hub id."""
+    known, folder = known_drafters(), Path(name)
+    if name in known:
+        return known[name]
     if (folder / "config.json").is_file() or (HUB_ID.fullmatch(name) and not folder.parent.exists()):
-        return
+        return name
     if folder.is_dir():
         raise ValueError(f"{folder} has no config.json, so it is not the folder of a drafter; training writes drafter/")
     nearby = [str(path) for path in folder.parent.glob("*/")] if folder.parent.is_dir() else []
-    close = difflib.get_close_matches(name, [*kinds, *nearby], n=1)
+    close = difflib.get_close_matches(name, [*known, *nearby], n=1)
     meant = f'; did you mean "{close[0]}"?' if close else ""
-    raise ValueError(f'there is no drafter "{name}": --drafters takes {", ".join(kinds)} or folders of drafters{meant}')
+    raise ValueError(f'there is no drafter "{name}": take {", ".join(known)} or the folder of a drafter{meant}')
 
 
 def _short_names(folders: list[str], reserved: set[str]) -> list[str]:
@@ -211,21 +221,29 @@ def encode(
 
     ValueError when a prompt and its answer do not fit into the model.
     """
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     encoded = []
     for index, prompt in enumerate(prompts):
-        if tokenizer.chat_template:
-            turn = [{"role": "user", "content": prompt.text}]
-            ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
-        else:
-            ids = tokenizer(prompt.text)["input_ids"]
-        if room is not None and len(ids) + max_new_tokens > room:
-            raise ValueError(
-                f"prompt {index} has {len(ids)} tokens, and with {max_new_tokens} new ones it does not fit into the "
-                f"{room} positions of the model; remove it or lower --max-new-tokens"
-            )
+        ids = conversation_ids(tokenizer, [{"role": "user", "content": prompt.text}])
+        refuse_too_long(f"prompt {index}", len(ids), model, max_new_tokens)
         encoded.append(torch.tensor([ids], device=model.device))
     return encoded
+
+
+def conversation_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """What the model reads before its next turn. Without a chat template that is the last message, as plain text."""
+    if not tokenizer.chat_template:
+        return tokenizer(messages[-1]["content"])["input_ids"]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def refuse_too_long(what: str, length: int, model: PreTrainedModel, max_new_tokens: int) -> None:
+    """ValueError when a prompt of `length` tokens and its answer have no room in the positions of the model."""
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if room is not None and length + max_new_tokens > room:
+        raise ValueError(
+            f"{what} has {length} tokens, and with {max_new_tokens} new ones it does not fit into the {room} positions "
+            "of the model; shorten it or lower --max-new-tokens"
+        )
 
 
 def measure(
