@@ -24,7 +24,8 @@ class SlotCache(Cache):
         self.capacity = -(-capacity // BUCKET) * BUCKET
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self._slots: Tensor | slice = slice(0, 0)
+        self._slots: Tensor | None = None  # where the next forward writes, by index
+        self._run: slice | None = None  # the same place, when every row writes at the same run of slots
         self._before = 0  # tokens that the model takes for granted when it makes its own mask
         self._width = 0
         self._windows: list[tuple[Tensor, Tensor]] = []  # of every layer, the slots that attention sees
@@ -35,7 +36,7 @@ class SlotCache(Cache):
         `end` is one more than the largest slot. `start` is given when every row writes at `start..end-1`: a slice
         is cheaper than an index.
         """
-        self._slots = slots if start is None else slice(start, end)
+        self._slots, self._run = slots, None if start is None else slice(start, end)
         self._before = 0
         width = -(-end // BUCKET) * BUCKET
         self._show(width)
@@ -46,7 +47,7 @@ class SlotCache(Cache):
 
         Then slots are positions, so that the model's own causal mask is right, and none is needed for one token.
         """
-        self._slots, self._before = slice(start, end), start
+        self._slots, self._run, self._before = None, slice(start, end), start
         self._show(end)
 
     def _show(self, width: int) -> None:
@@ -63,14 +64,17 @@ class SlotCache(Cache):
             self.keys.append(self._reserve(key_states))
             self.values.append(self._reserve(value_states))
         keys, values = self.keys[layer_idx], self.values[layer_idx]
-        if isinstance(self._slots, slice):
-            keys[:, :, self._slots] = key_states
-            values[:, :, self._slots] = value_states
+        compiling = torch.compiler.is_compiling()  # then one form for all passes: every other is another graph
+        if self._slots is None or (not compiling and self._run is not None):
+            keys[:, :, self._run] = key_states
+            values[:, :, self._run] = value_states
         else:
             slots = self._slots.to(keys.device)
             rows = torch.arange(len(slots), device=keys.device).unsqueeze(1)
             keys[rows, :, slots] = key_states.transpose(1, 2)
             values[rows, :, slots] = value_states.transpose(1, 2)
+        if compiling:
+            return keys[:, :, : self._width], values[:, :, : self._width]
         while len(self._windows) <= layer_idx:
             stores = self.keys[len(self._windows)], self.values[len(self._windows)]
             self._windows.append((stores[0][:, :, : self._width], stores[1][:, :, : self._width]))

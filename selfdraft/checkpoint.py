@@ -26,7 +26,7 @@ from selfdraft.target import Target
 _IDENTITY = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "fingerprint")
 
 
-def choose_drafter(wanted: Drafter | str | Path | Sequence | None, target: Target) -> Drafter | None:
+def choose_drafter(wanted: Drafter | PreTrainedModel | str | Path | Sequence | None, target: Target) -> Drafter | None:
     """The drafter that `generate(drafter=...)` means: the first of a list that loads and fits the target.
 
     Warns once for each one passed over; ValueError when a single one, or all of a list, cannot be used.
@@ -50,16 +50,32 @@ def one_drafter(wanted: Any, target: Target) -> Drafter | None:
     if wanted is None:
         return None
     if isinstance(wanted, (str, Path)):
-        return load_drafter(wanted, target.model)
+        wanted = load_drafter(wanted, target.model)
+    elif isinstance(wanted, PreTrainedModel):
+        wanted = drafter_class("draft_model").from_model(wanted, target)
     wanted.check(target)
+    if isinstance(wanted, torch.nn.Module) and not any(hasattr(each, "_hf_hook") for each in wanted.modules()):
+        wanted.to(target.device)  # unless accelerate has placed it, it follows its target
+    warn_of_other_weights(getattr(wanted, "target", target).adapter, target.adapter)
     return wanted
+
+
+def warn_of_other_weights(made_for: str | None, active: str | None) -> None:
+    """Says it when a drafter meets its target with another adapter of peft than it was made for."""
+    if made_for != active:
+        had, has = ("no adapter" if each is None else f"adapter {each}" for each in (made_for, active))
+        warnings.warn(
+            f"this drafter was made for the target with {had}, and {has} is active now: the text is the target's own "
+            "all the same, but less of what is drafted may be accepted",
+            stacklevel=4,
+        )
 
 
 def describe(wanted: Any) -> str:
     return f"'{wanted}'" if isinstance(wanted, (str, Path)) else type(wanted).__name__
 
 
-def load_drafter(source: str | Path, model: PreTrainedModel, strict: bool = True) -> Drafter:
+def load_drafter(source: str | Path, model: torch.nn.Module, strict: bool = True) -> Drafter:
     """The drafter in a folder or hub repository, or the one of that name if it needs no training ("ngram").
 
     A folder holds `config.json` and `model.safetensors`. The folder of an ordinary causal LM is a separate draft
@@ -93,6 +109,7 @@ def load_drafter(source: str | Path, model: PreTrainedModel, strict: bool = True
     drafter = kind(config_from_json(kind, ours["config"]), target)
     load_weights(drafter, folder / "model.safetensors")
     drafter.check(target)
+    target.adapter = ours["target"].get("adapter")  # the one that it was trained for, whatever is active now
     return drafter.to(target.device).eval()
 
 

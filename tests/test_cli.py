@@ -194,10 +194,12 @@ def test_shared_noise_script_draws_the_same_text_with_and_without_the_noise(home
     options = ["--drafter", str(tmp_path / "copy"), "--max-new-tokens", "24", "--json", str(tmp_path / "out.json")]
     assert script["main"]([*common, *options, "--temperatures", "1.0"]) == 0
     figures = json.loads((tmp_path / "out.json").read_text())
-    (row,) = figures["rows"]
-    assert (row["temperature"], row["prompts"], row["same_text"], row["better_prompts"]) == (1.0, 4, 4, 4)
-    assert row["acceptance_by_depth"]["shared noise"] == [1.0] * len(row["acceptance_by_depth"]["shared noise"])
-    assert row["tokens_per_round"]["shared noise"] > row["tokens_per_round"]["top k of q"]
+    for row, plan in zip(figures["rows"], ("tree", "chain"), strict=True):
+        assert row["plan"].startswith(plan)
+        assert (row["temperature"], row["prompts"], row["same_text"], row["better_prompts"]) == (1.0, 4, 4, 4)
+        assert row["acceptance_by_depth"]["shared noise"] == [1.0] * len(row["acceptance_by_depth"]["shared noise"])
+        one, other = row["tokens_per_round"]["shared noise"], row["tokens_per_round"]["top k of q"]
+        assert row["gain"] == pytest.approx(one / other) and 1 < row["gain_from"] <= row["gain"] <= row["gain_to"]
 
 
 def test_output_in_a_pipe_is_plain_text(home):

@@ -163,10 +163,16 @@ def exact_joint(temperature: float, top_k: int = 0) -> torch.Tensor:
 
 
 def sampled_joint(
-    drafter: Any, plan: Plan, temperature: float = 1.0, top_k: int = 0, seed: int = 10**6
+    drafter: Any, plan: Plan, temperature: float = 1.0, top_k: int = 0, seed: int = 10**6, **kwargs: Any
 ) -> torch.Tensor:
     """The same from N texts of generate(): the prefill gives the first token, and the rounds those that count."""
-    settings = {"plan": plan, "max_new_tokens": 4, "do_sample": True, "temperature": temperature, "top_k": top_k}
+    settings = {
+        "plan": plan,
+        "max_new_tokens": 4,
+        "do_sample": True,
+        "temperature": temperature,
+        "top_k": top_k,
+    } | kwargs
     parts = [
         selfdraft.generate(model(), prompt().expand(ROWS, -1), drafter=drafter, seed=seed + first, **settings)
         for first in range(0, N, ROWS)

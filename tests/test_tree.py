@@ -16,7 +16,7 @@ def tree_of(tokens: list[list[int]], parents: list[list[int]]) -> DraftTree:
 @settings(deadline=None)
 @given(batches())
 def test_ancestors_are_those_found_by_following_parents(batch):
-    reach = tree_of(*batch).ancestors()
+    reach = tree_of(*batch).reach
     for row, parents in enumerate(batch[1]):
         for node in range(len(parents)):
             assert reach[row, node].nonzero().flatten().tolist() == sorted(path_of(parents, node))
@@ -32,7 +32,7 @@ def test_only_the_root_and_nodes_with_a_parent_are_nodes(batch):
 def test_ancestors_of_the_longest_chains_are_complete():
     for nodes in (1, 2, 3, 8, 9, 64, 65):
         chain = DraftTree.chain(torch.zeros(2, nodes, dtype=torch.long))
-        assert chain.ancestors().equal(torch.ones(2, nodes, nodes, dtype=torch.bool).tril())
+        assert chain.reach.equal(torch.ones(2, nodes, nodes, dtype=torch.bool).tril())
         assert chain.is_node.all()
 
 
@@ -43,7 +43,7 @@ def test_a_node_sees_the_committed_slots_and_its_own_path_alone(batch, data):
     rows, nodes = tree.tokens.shape
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=rows, max_size=rows))
     width = max(lengths) + nodes + data.draw(st.integers(0, 5))
-    reach = tree.ancestors()
+    reach = tree.reach
     visible, positions = tree_visibility(torch.tensor(lengths), reach, reach.sum(dim=2) - 1, width)
     for row, (length, parents) in enumerate(zip(lengths, batch[1], strict=True)):
         for node in range(nodes):

@@ -39,8 +39,7 @@ def test_walk_equals_the_slow_obvious_loop(batch, data):
     picks = [data.draw(st.lists(token, min_size=nodes, max_size=nodes)) for _ in range(rows)]
     max_depth = data.draw(st.integers(0, nodes))
     tree = DraftTree(torch.tensor(tokens), torch.tensor(parents))
-    reach = tree.ancestors()
-    ours = walk(tree, reach, reach.sum(dim=2) - 1, torch.tensor(picks), max_depth)
+    ours = walk(tree, torch.tensor(picks), max_depth)
     for row in range(rows):
         reference = slow_walk(tokens[row], parents[row], picks[row], max_depth)
         count = int(ours.accepted[row]) + 1
@@ -232,8 +231,7 @@ def one_round(target: Table, prefix: Prefix, tree: tuple[list[int], list[int]], 
     """The law of what one round emits, by the real walk on every outcome."""
     picks, weights = outcomes(target, prefix, *tree, noise)
     draft = DraftTree(*(torch.tensor([part] * len(picks)) for part in tree))
-    reach = DraftTree(draft.tokens[:1], draft.parents[:1]).ancestors().expand(len(picks), -1, -1)
-    kept = walk(draft, reach, reach.sum(dim=2) - 1, torch.tensor(picks), max_depth=2)
+    kept = walk(draft, torch.tensor(picks), max_depth=2)
     law: Law = defaultdict(float)
     for accepted, emitted, weight in zip(kept.accepted.tolist(), kept.picks.tolist(), weights, strict=True):
         law[tuple(emitted[: accepted + 1])] += weight

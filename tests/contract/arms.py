@@ -17,7 +17,7 @@ import selfdraft.drafters
 from selfdraft import Plan
 from selfdraft.drafters.base import Drafter, FeatureBatch
 from selfdraft.target import Target
-from tests.models import prompts, tiny
+from tests.models import VOCAB, prompts, tiny
 from tests.scripted import Anti, Script, copy_of, noisy, texts_of
 
 LOOP = importlib.import_module("selfdraft.generate")  # the module: `selfdraft.generate` is the function of its name
@@ -156,9 +156,9 @@ def train(drafter: Any, batch: FeatureBatch, steps: int) -> list[float]:
 
 
 @torch.no_grad()
-def own_answers(target: Target, layers: tuple[int, ...]) -> FeatureBatch:
+def own_answers(target: Target, layers: tuple[int, ...], vocab: int = VOCAB) -> FeatureBatch:
     """A training batch of the target's greedy answers, right-padded, prompts untrained."""
-    inputs = prompts(LENGTHS[3])
+    inputs = prompts(LENGTHS[3], vocab=vocab)
     texts = texts_of(inputs, target.model.generate(**inputs, max_new_tokens=NEW, **GREEDY))
     tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
     places = torch.arange(tokens.shape[1])

@@ -9,14 +9,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     DynamicCache,
-    LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteriaList,
 )
 
 import selfdraft
 from tests.contract.arms import GREEDY, Case
-from tests.models import tiny
 
 CASE = Case("llama", "sdpa", "greedy", 3)
 _SMALL = {
@@ -56,6 +54,20 @@ REFUSED = {
     "falcon": ("ALiBi", {"alibi": True}),
     "gpt_neo": ("causal mask", {"attention_types": [[["global", "local"], 1]]}),
     "llama4_text": ("chunked", {"num_local_experts": 2, "intermediate_size_mlp": 64, "pad_token_id": 0}),
+    "deepseek_v32": ("index", {}),
+    "minimax": ("recurrent", {}),
+    "nemotron_h": ("recurrent", {"n_groups": 1, "mamba_num_heads": 4, "mamba_head_dim": 16}),
+    "zaya": ("recurrent", {"num_experts_per_tok": 1}),
+    "bert": ("both directions", {}),
+    "xlm-roberta": ("both directions", {}),
+    "roformer": ("position_ids", {"is_decoder": True}),
+    "trocr": ("position_ids", {}),
+    "pegasus": ("position_ids", {}),
+    "cpmant": ("position_ids", {}),
+    "openai-gpt": ("no cache", {}),
+    "xlm": ("mask", {}),
+    "git": ("image", {}),
+    "blt": ("patches", {}),
     "t5": ("encoder-decoder", {"decoder_start_token_id": 0}),
     "bart": ("encoder-decoder", {"decoder_start_token_id": 0}),
 }
@@ -92,35 +104,15 @@ def test_a_family_that_cannot_be_rolled_back_is_refused_by_name(family, through)
             selfdraft.decode(model, ids, *nothing, model.generation_config, drafter="ngram")
 
 
-class Favourite(LogitsProcessor):
-    """A user's own processor, which may look at anything."""
-
-    def __call__(self, input_ids, scores):
-        return scores
-
-
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
         ("num_beams", {"num_beams": 3}),
         ("num_beams", {"num_beams": 2, "do_sample": True}),
-        ("RepetitionPenalty", {"repetition_penalty": 1.5}),
-        ("NoRepeatNGram", {"no_repeat_ngram_size": 2}),
-        ("NoBadWords", {"bad_words_ids": [[5]]}),
-        ("SequenceBias", {"sequence_bias": [[[5], 2.0]]}),
-        ("MinLength", {"min_new_tokens": 3, "eos_token_id": 5}),
-        ("ExponentialDecay", {"exponential_decay_length_penalty": (2, 1.1), "eos_token_id": 5}),
-        ("PrefixConstrained", {"prefix_allowed_tokens_fn": lambda row, ids: [1, 2]}),
-        ("Guidance", {"guidance_scale": 2.0}),
-        ("Favourite", {"logits_processor": [Favourite()]}),
-        ("MaxTime", {"max_time": 5.0}),
-        ("output_scores", {"output_scores": True, "return_dict_in_generate": True}),
-        ("output_logits", {"output_logits": True, "return_dict_in_generate": True}),
-        ("output_hidden_states", {"output_hidden_states": True, "return_dict_in_generate": True}),
+        ("guidance_scale", {"guidance_scale": 2.0}),
         ("output_attentions", {"output_attentions": True, "return_dict_in_generate": True}),
-        ("dola", {"dola_layers": "low"}),
-        ("contrastive", {"penalty_alpha": 0.6, "top_k": 4}),
-        ("assisted", {"prompt_lookup_num_tokens": 3}),
+        ("dola_layers", {"dola_layers": "low"}),
+        ("penalty_alpha", {"penalty_alpha": 0.6, "top_k": 4}),
         ("position_ids", {"position_ids": torch.zeros(3, 14, dtype=torch.long)}),
         ("inputs_embeds", {"input_ids": None, "inputs_embeds": torch.zeros(3, 14, 64)}),
     ],
@@ -130,20 +122,16 @@ def test_an_option_that_cannot_be_honoured_is_named(name, settings, model):
         selfdraft.generate(model, drafter="ngram", **{**CASE.inputs, "max_new_tokens": 8, **GREEDY, **settings})
 
 
-def test_an_assistant_of_transformers_is_refused(model):
-    with pytest.raises(ValueError, match="assist"):
-        selfdraft.generate(model, **CASE.inputs, assistant_model=tiny("llama", "eager"), max_new_tokens=8, **GREEDY)
+def test_options_of_the_checkpoints_own_config_are_not_forgotten(model, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "guidance_scale", 1.5)
+    with pytest.raises(ValueError, match="guidance_scale"):
+        selfdraft.generate(model, **CASE.inputs, max_new_tokens=8)
 
 
-@pytest.mark.parametrize("where", ["generation_config", "argument"])
-def test_options_of_the_checkpoints_own_config_are_not_forgotten(where, model, monkeypatch):
-    if where == "generation_config":
-        monkeypatch.setattr(model.generation_config, "repetition_penalty", 1.5)
-        settings = {}
-    else:
-        settings = {"repetition_penalty": 1.5}
-    with pytest.raises(ValueError, match="RepetitionPenalty"):
-        selfdraft.generate(model, **CASE.inputs, max_new_tokens=8, **settings)
+def test_what_transformers_prepares_is_refused_inside_its_own_generate_too(model):
+    for settings in ({"num_beams": 3}, {"guidance_scale": 1.5}, {"output_attentions": True}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            model.generate(**CASE.inputs, max_new_tokens=8, custom_generate=selfdraft.decode, **settings)
 
 
 def test_a_filled_cache_is_refused():
