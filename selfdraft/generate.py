@@ -36,7 +36,7 @@ FIXED_WIDTH = 8  # tokens of every pass with `width="fixed"`: on most machines h
 
 
 def generate(
-    model: PreTrainedModel,
+    model: torch.nn.Module,
     inputs: Tensor | None = None,
     *,
     drafter: Drafter | PreTrainedModel | str | Path | Sequence | None = None,
@@ -49,7 +49,7 @@ def generate(
     """`model.generate`, with the model's own output drafted ahead.
 
     Args:
-        model: any `transformers` causal LM with plain attention.
+        model: any `transformers` causal LM with plain attention, as it is or with an adapter of `peft` or compiled.
         inputs: int64 [batch, time], left-padded when ragged (then pass `attention_mask`, as to `model.generate`).
         drafter: a drafter, the path or hub id of one, the name "ngram", or None for plain decoding by the same
             loop. A list is an order of preference: the first that loads and fits the model drafts, and a warning
@@ -76,7 +76,7 @@ def generate(
         raise ValueError(f"the prompt must be token ids [batch, time] with at least one token, not {list(given.shape)}")
     configs = kwargs.get("generation_config"), model.generation_config
     refuse_arguments(kwargs, *configs)
-    model = Target(model).model  # names a model that cannot be drafted for before transformers prepares anything
+    Target(model)  # names a model that cannot be drafted for before transformers prepares anything
     assistant = kwargs.pop("assistant_model", None)
     if assistant is not None and drafter is not None:
         raise ValueError("assistant_model and drafter both say what drafts: pass one of them")
@@ -90,11 +90,11 @@ def generate(
         kwargs |= {"stop_strings": None, "stopping_criteria": [criterion, *(kwargs.get("stopping_criteria") or [])]}
     drafter = drafter if assistant is None else assistant
     kwargs |= {"drafter": drafter, "plan": plan, "seed": seed, "acceptance": acceptance, "width": width}
-    return model.generate(inputs, custom_generate=loop, **kwargs)
+    return model.generate(inputs, custom_generate=loop, **kwargs)  # type: ignore[operator]
 
 
 def decode(
-    model: PreTrainedModel,
+    model: torch.nn.Module,
     input_ids: Int[Tensor, "batch time"],
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
