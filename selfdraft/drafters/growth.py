@@ -13,8 +13,9 @@ from selfdraft.planner import Plan
 from selfdraft.sampling import Noise
 from selfdraft.tree import DraftTree, visible_slots
 
-# The drafter's error scale: P(the target picks x) is close to softmax(score / SIGMA)_x. Measured on SmolLM2-135M with
-# an EAGLE-3 head between 0.7 (greedy) and 1.1 (T = 0.7); the order of the nodes hardly depends on it.
+# The error scale of a drafter's logits: P(the target picks x) is close to softmax(logits / SIGMA)_x when greedy. Sampling
+# divides the logits, and so their error, by the temperature, and the noise comes on top: there the scale of the sum is
+# SIGMA / T. Measured on SmolLM2-135M with an EAGLE-3 head: 0.7 when greedy, 1.1 at T = 0.7, 0.85 at T = 1.
 SIGMA = 0.85
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -32,7 +33,8 @@ def grow(
     """A tree by top-k expansion and a total budget (EAGLE-2, arXiv 2406.16858), all on the device.
 
     Every level expands the `plan.width` likeliest nodes of the one before, each by its `plan.width` best tokens; of
-    all nodes seen, the `plan.nodes` likeliest stay. Likely is the product, along the path, of softmax(score / SIGMA).
+    all nodes seen, the `plan.nodes` likeliest stay. Likely is the product, along the path, of softmax(score / SIGMA),
+    or of softmax(score T / SIGMA) when sampling.
     Where the noise is the drafter's own, `draw` makes the tree.
 
     Args:
@@ -50,15 +52,15 @@ def grow(
     batch, _, vocab = logits.shape
     width = min(plan.width, vocab)
     parents = torch.zeros(batch, width, dtype=torch.long, device=root.device)
-    positions = lengths.unsqueeze(1) + 1
+    positions, sigma = lengths.unsqueeze(1) + 1, SIGMA / (noise.temperature or 1.0)
     scores = noise.score(logits, positions, ids)[:, 0]
-    logs, best = (scores / SIGMA).log_softmax(dim=-1).topk(width)
+    logs, best = (scores / sigma).log_softmax(dim=-1).topk(width)
     tokens = best if ids is None else ids[best]
     nodes = torch.arange(1, width + 1, device=root.device).expand(batch, -1)  # indices among all nodes seen
     all_tokens, all_parents, all_logs = [root.unsqueeze(1), tokens], [parents[:, :1] - 1, parents], [logs]
     for depth in range(1, plan.depth):
         scores = noise.score(step(tokens, parents), (positions + depth).expand(-1, width), ids)
-        child_logs, best = (scores / SIGMA).log_softmax(dim=-1).topk(width)
+        child_logs, best = (scores / sigma).log_softmax(dim=-1).topk(width)
         child_logs = (logs.unsqueeze(2) + child_logs).flatten(1)
         children = (best if ids is None else ids[best]).flatten(1)
         all_tokens.append(children)
