@@ -144,7 +144,7 @@ def test_an_honoured_argument_gives_the_text_of_transformers(name, rows):
     wanted = CHANGES[name](new)
     reference = case.model.generate(**common | wanted)
     assert name == "renormalize_logits" or reference.tolist() != plain(case).tolist(), "the case shows nothing"
-    for drafter, plan in (("noisy", TREE), ("eagle-trained", CHAIN), ("ngram", CHAIN)):
+    for drafter, plan in (("noisy", TREE), ("eagle-trained", CHAIN)):
         ours = selfdraft.generate(
             **common | CHANGES[name](new), model=case.model, drafter=ARMS[drafter](case), plan=plan
         )

@@ -13,7 +13,7 @@ from tests.contract.arms import GREEDY, LENGTHS, Case, arms
 from tests.models import VOCAB, prompts, tiny
 from tests.scripted import Script, noisy, texts_of
 
-NEW = 48
+NEW = 32
 ASSETS = Path(__file__).parents[2] / "assets" / "smollm2-135m"
 
 
@@ -33,7 +33,7 @@ def logits_of(model, **wanted) -> tuple[list, torch.Tensor]:
 
 
 @pytest.mark.parametrize("policy", [GREEDY, {"do_sample": True, "top_k": 0, "seed": 3}], ids=["greedy", "T1"])
-@pytest.mark.parametrize(("family", "batch"), [("llama", 1), ("llama", 3), ("gemma2", 3), ("gpt2", 3), ("phi3", 1)])
+@pytest.mark.parametrize(("family", "batch"), [("llama", 1), ("gemma2", 3), ("gpt2", 3)])
 def test_every_logit_in_bfloat16_is_the_same_whatever_drafts(family, batch, policy):
     model = rough(family)
     wanted: dict[str, Any] = {**prompts(LENGTHS[batch]), "max_new_tokens": NEW, "width": "fixed", **policy}
