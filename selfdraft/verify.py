@@ -85,8 +85,8 @@ def walk_in_order(
         if text is not None:
             on_path = (on_path | ~going).all().expand_as(on_path)
             text = torch.cat([text, pick.unsqueeze(1)], dim=1)
+        if policy.keeps_state and (policy.ends(pick) or not on_path.any()):
+            break  # the text ends with this pick, or the next one is for another round
         accepted = accepted + on_path
         node = torch.where(on_path, follows.int().argmax(dim=1), node)
-        if policy.keeps_state and (not on_path.any() or policy.ends(pick)):
-            break
     return Walk(torch.stack(nodes, 1), accepted, torch.stack(picks, 1), torch.stack(kept_scores, 1))
