@@ -21,7 +21,7 @@ class Argument:
 
     outcome: Literal["honoured", "mapped", "refused", "no effect"]
     note: str = ""
-    harmless: tuple = (None, False)
+    harmless: tuple = ()
 
     def allows(self, value: Any) -> bool:
         plain = isinstance(value, (bool, int, float, str))
@@ -146,6 +146,8 @@ CALL: dict[str, Argument] = {
     "trust_remote_code": Argument("no effect", "of custom_generate by name"),
 }
 
+_OF_THE_MODEL = refused("")  # whatever else a model's forward takes
+
 
 def value_of(name: str, given: dict[str, Any], *configs: GenerationConfig | None) -> Any:
     """What an argument is for a call: as given, or else as in the first config that says something."""
@@ -170,7 +172,7 @@ def refuse_inputs(
         if type(processor).__name__ in _CLASSIFIER_FREE:
             raise ValueError(f"{type(processor).__name__}: {CONFIG['guidance_scale'].note}")
     for name, value in model_kwargs.items():
-        if name not in _OWN_INPUTS and not CONFIG.get(name, CALL["inputs_embeds"]).allows(value):
+        if name not in _OWN_INPUTS and not CONFIG.get(name, _OF_THE_MODEL).allows(value):
             raise ValueError(f"the model argument '{name}' is not supported; pass input_ids and attention_mask only")
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     valid = torch.ones_like(input_ids) if mask is None else mask.long()

@@ -18,7 +18,6 @@ from selfdraft import embedded
 from selfdraft.compare import (
     conversation_ids,
     drafter_source,
-    end_tokens,
     known_drafters,
     load_drafters,
     refuse_too_long,
@@ -26,6 +25,7 @@ from selfdraft.compare import (
 from selfdraft.drafters.base import Drafter
 from selfdraft.metrics import Stats
 from selfdraft.report import round_figures
+from selfdraft.rows import end_tokens
 
 NO_DRAFTER = "none"
 DRAFTED_COLOUR, NO_COLOUR = "\x1b[32m", "\x1b[0m"  # green
@@ -87,7 +87,9 @@ def decoding_options(
 ) -> dict[str, Any]:
     """Arguments of `generate`; what is None is as the model's own generation config has it."""
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
-    options["pad_token_id"] = min(end_tokens(model), default=0)  # a single row is never padded: this spares a warning
+    options["pad_token_id"] = min(
+        end_tokens(model.generation_config), default=0
+    )  # a single row is never padded: this spares a warning
     if temperature is not None:
         options |= {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     if top_p is not None:

@@ -23,6 +23,7 @@ from selfdraft import embedded
 from selfdraft.checkpoint import untrained_kinds
 from selfdraft.drafters.base import Drafter
 from selfdraft.metrics import Stats
+from selfdraft.rows import end_tokens
 from selfdraft.sampling import Noise
 
 REFERENCE = "transformers"
@@ -259,7 +260,7 @@ def measure(
     + index of the prompt.
     """
     arms = decoders(model, drafters, settings.temperature)
-    ends = end_tokens(model)
+    ends = set(end_tokens(model.generation_config))
     for decode in arms.values():
         decode(prompts[0], settings.seed, min(WARM_UP_TOKENS, settings.max_new_tokens))
     for repeat in range(settings.repeats):
@@ -277,7 +278,9 @@ def decoders(model: PreTrainedModel, drafters: Mapping[str, Drafter], temperatur
     options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0}
     if temperature > 0:
         options |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    options["pad_token_id"] = min(end_tokens(model), default=0)  # a single row is never padded: this spares a warning
+    options["pad_token_id"] = min(
+        end_tokens(model.generation_config), default=0
+    )  # a single row is never padded: this spares a warning
 
     def by_transformers(ids: Tensor, seed: int, count: int) -> tuple[Tensor, None]:
         torch.manual_seed(seed)
@@ -328,12 +331,6 @@ def cut(tokens: list[int], ends: set[int]) -> tuple[int, ...]:
     """The tokens up to the first of `ends`, that one included."""
     place = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
     return tuple(tokens[: place + 1])
-
-
-def end_tokens(model: PreTrainedModel) -> set[int]:
-    """The tokens that end an answer, as the model's generation config tells them."""
-    ends = model.generation_config.eos_token_id
-    return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
 
 
 def divergences(

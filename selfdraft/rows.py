@@ -1,12 +1,13 @@
 """The host's side of decoding: the prompt as it came, what every row has said since, and where it ends."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from selfdraft.metrics import Stats, Stopwatch
 from selfdraft.sampling import is_transformers_own
@@ -40,8 +41,8 @@ def read_prompt(input_ids: Int[Tensor, "batch time"], attention_mask: Tensor | N
     return Prompt(input_ids.gather(1, order), positions, lengths, host_lengths)
 
 
-def end_tokens(config: GenerationConfig, criteria: StoppingCriteriaList) -> list[int]:
-    """The token ids that end a text, in the order of the config."""
+def end_tokens(config: GenerationConfig, criteria: Sequence[StoppingCriteria] = ()) -> list[int]:
+    """The token ids that end a text: those of the config, in its order, and then those of the criteria."""
     eos = config.eos_token_id
     stops = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     for each in criteria:
