@@ -24,7 +24,7 @@ from selfdraft.drafters.base import Drafter, Observed
 from selfdraft.drafters.ngram import Ngram
 from selfdraft.metrics import Stopwatch
 from selfdraft.outputs import GenerateOutput, Record
-from selfdraft.planner import Plan
+from selfdraft.planner import Patience, Plan
 from selfdraft.rejection import draft_noise, rejects, walk_by_rejection
 from selfdraft.rows import Prompt, Rows, read_prompt
 from selfdraft.sampling import Noise, Policy
@@ -54,7 +54,8 @@ def generate(
         drafter: a drafter, the path or hub id of one, the name "ngram", or None for plain decoding by the same
             loop. A list is an order of preference: the first that loads and fits the model drafts, and a warning
             says why each one before it does not.
-        plan: the shape of the drafts; the drafter's own plan when None.
+        plan: the shape of every draft. With None it is the drafter's own, and drafting pauses while nothing that is
+            drafted is kept.
         seed: fixes the sampling noise, one int per row or one int, in which case row b uses `seed + b`. The same
             seed gives the same tokens whatever drafts. With None, one integer is drawn from torch's global RNG.
         acceptance: "coupled" keeps the drafts that equal the target's own pick; "rejection" is the classical rule of
@@ -112,6 +113,7 @@ def decode(
     refuse_inputs(input_ids, logits_processor, streamer, model_kwargs)
     target = Target(model)
     drafter = choose_drafter(looked_up(drafter, generation_config), target)
+    patience = Patience() if plan is None else None
     plan = plan or (drafter.plan if drafter is not None else Plan(depth=0))
 
     prompt = read_prompt(input_ids.to(target.device), model_kwargs.get("attention_mask"))
@@ -137,6 +139,7 @@ def decode(
 
     whole = rows.max_length + FIXED_WIDTH
     cache = SlotCache(min(rows.max_length, prompt.tokens.shape[1] + 1024) + plan.nodes + 1 if width is None else whole)
+    drafter = drafter if plan.depth > 0 else None
     state = drafter.begin(len(input_ids)) if drafter is not None else None
     drafts_from = drafter.feature_layers if drafter is not None else ()
     layers, drafts_width = (*drafts_from, *record.layers), len(drafts_from) * target.hidden_size
@@ -156,9 +159,10 @@ def decode(
         while not rows.finished:
             # 1. Draft. No deeper than what is still wanted: a round always adds one token of the target's own.
             current = plan.cut(rows.deepest(target.position_limit))
-            if drafter is not None and current.depth > 0:
+            asked = drafter if current.depth > 0 and (patience is None or patience.allows(rows.stats)) else None
+            if asked is not None:
                 drafts_by = draft_noise(noise, lengths) if by_rejection else noise
-                tree = drafter.propose(state, seen, root, current, drafts_by)
+                tree = asked.propose(state, seen, root, current, drafts_by)
             else:
                 tree = DraftTree.chain(root.unsqueeze(1))
             tree = tree if width is None else tree.filled(FIXED_WIDTH)
@@ -199,7 +203,8 @@ def decode(
             record.add(rows.emitted, path, logits, states)
             kept = tree.tokens.gather(1, path.nodes)
             positions, lengths = lengths.unsqueeze(1) + steps, lengths + moved
-            seen = Observed(kept, positions, lengths, features, max(rows.lengths), start)
+            news = Observed(kept, positions, lengths, features, max(rows.lengths), start)
+            seen = seen.then(news) if drafter is not None and asked is None else news
             clock.lap("other")
 
     sequences = rows.sequences()

@@ -192,7 +192,9 @@ class Rows:
         return torch.cat([self.input_ids, torch.tensor(new, device=self.input_ids.device)], dim=1)
 
     def stats_with(self, clock: Stopwatch) -> Stats:
-        """The counts, and the seconds of the clock's laps."""
+        """The counts, and the seconds of the clock's laps. A row that went on while another ended its text may have
+        gone further than the result does."""
+        self.stats.new_tokens = sum(min(len(tokens), self.longest) for tokens in self.new)
         seconds = clock.seconds()
         self.stats.prefill_seconds = seconds.get("prefill", 0.0)
         self.stats.draft_seconds = seconds.get("draft", 0.0)

@@ -70,19 +70,19 @@ class Noise:
     def score(
         self,
         logits: Float[Tensor, "batch time vocab"],
-        positions: Int[Tensor, "batch time"],
+        positions: Int[Tensor, "batch time_or_one"],
         tokens: Int[Tensor, " vocab"] | None = None,
     ) -> Float[Tensor, "batch time vocab"]:
         """How strongly a drafter with these logits expects each token, the target's noise included; float32.
 
         `logits / T + gumbel(position, token)` when sampling, the logits when greedy: the log-probabilities up to a
-        constant per position. The top k are the candidates. `positions` are those of the tokens being drafted;
-        `tokens` are the ids that the last axis stands for (all of 0..vocab-1 when None).
+        constant per position. The top k are the candidates. `positions` are those of the tokens being drafted, one
+        per row where all are the same; `tokens` are the ids that the last axis stands for (all of 0..vocab-1 when None).
         """
         if self.temperature == 0:
             return logits.float()
         ids = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
-        return self.gumbel(positions, ids).add_(logits, alpha=1 / self.temperature)
+        return torch.add(self.gumbel(positions, ids), logits, alpha=1 / self.temperature)
 
     def probs(self, logits: Float[Tensor, "*shape vocab"]) -> Float[Tensor, "*shape vocab"]:
         """The distribution that the first of the top k of `score` is a draw from, if the noise is not known."""

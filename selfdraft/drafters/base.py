@@ -1,6 +1,6 @@
 """The protocol: what a drafter is, and what passes between it, the decoding loop and the trainer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -38,6 +38,26 @@ class Observed:
         following = torch.cat([self.tokens[:, 1:], root.unsqueeze(1)], dim=1)
         last = self.positions == self.lengths.unsqueeze(1) - 1
         return torch.where(last, root.unsqueeze(1), following)
+
+    def then(self, later: "Observed") -> "Observed":
+        """Both together, for a drafter that was not asked in between. What fills the shape goes to the front."""
+        tokens = torch.cat([self.tokens, later.tokens], dim=1)
+        positions = torch.cat([self.positions, later.positions], dim=1)
+        features = None
+        if self.features is not None and later.features is not None:
+            features = torch.cat([self.features, later.features], dim=1)
+        if self.start is not None and later.start == self.start + self.tokens.shape[1]:
+            return replace(later, tokens=tokens, positions=positions, features=features, start=self.start)
+        valid = torch.cat([self.valid, later.valid], dim=1)
+        order = valid.long().argsort(dim=1, stable=True)
+        free = later.lengths.unsqueeze(1) + (~valid).cumsum(dim=1) - 1
+        return replace(
+            later,
+            tokens=tokens.gather(1, order),
+            positions=torch.where(valid, positions, free).gather(1, order),
+            features=None if features is None else features.gather(1, order.unsqueeze(-1).expand_as(features)),
+            start=None,
+        )
 
     def last(self, values: Float[Tensor, "batch time size"]) -> Float[Tensor, "batch size"]:
         """`values` at each row's last valid entry."""

@@ -59,7 +59,7 @@ def grow(
     nodes = torch.arange(1, width + 1, device=root.device).expand(batch, -1)  # indices among all nodes seen
     all_tokens, all_parents, all_logs = [root.unsqueeze(1), tokens], [parents[:, :1] - 1, parents], [logs]
     for depth in range(1, plan.depth):
-        scores = noise.score(step(tokens, parents), (positions + depth).expand(-1, width), ids)
+        scores = noise.score(step(tokens, parents), positions + depth, ids)
         child_logs, best = (scores / sigma).log_softmax(dim=-1).topk(width)
         child_logs = (logs.unsqueeze(2) + child_logs).flatten(1)
         children = (best if ids is None else ids[best]).flatten(1)
@@ -105,7 +105,7 @@ def draw(
         tokens.append(level if ids is None else ids[level])
         logits = step(tokens[-1][:, :expanded], behind.expand(batch, -1))
         probs += [noise.probs(logits), logits.new_zeros(batch, level.shape[1] - expanded, vocab, dtype=torch.float32)]
-        best = noise.score(logits, (positions + depth).expand(-1, expanded), ids).topk(width).indices
+        best = noise.score(logits, positions + depth, ids).topk(width).indices
         level, behind = best[:, above, nth], above[:expanded]
         parents.append(1 + above + (0 if depth == 1 else first + (depth - 2) * len(places)))
     tokens.append(level if ids is None else ids[level])
