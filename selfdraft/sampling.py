@@ -77,7 +77,7 @@ class Noise:
 
         `logits / T + gumbel(position, token)` when sampling, the logits when greedy: the log-probabilities up to a
         constant per position. The top k are the candidates. `positions` are those of the tokens being drafted, one
-        per row where all are the same; `tokens` are the ids that the last axis stands for (all of 0..vocab-1 when None).
+        per row where all are the same; `tokens` are the ids that the last axis stands for (0..vocab-1 when None).
         """
         if self.temperature == 0:
             return logits.float()
