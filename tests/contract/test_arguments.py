@@ -469,6 +469,7 @@ def test_rows_that_end_without_end_tokens_go_on_until_all_have_ended_as_in_trans
     ours = selfdraft.generate(case.model, **wanted, drafter=ARMS[drafter](case), plan=Plan(depth=6))
     same_tokens(ours.sequences, reference.sequences)
     assert len(ours.scores) == len(reference.scores)
+    assert ours.stats.new_tokens == 3 * len(reference.scores)  # not what a faster row said past the end
 
 
 def test_the_documentation_shows_the_table_as_it_is():
