@@ -126,7 +126,8 @@ class Rows:
                 continue
             wanted = self.budget - len(self.new[row])
             emitted = self.emitted[row] = self.emit(row, picks[: accepted + 1], scores)
-            self.stats.count(min(drafted, wanted), min(accepted, emitted), emitted)
+            # As in a single run, which drafts no deeper: another row of the batch may want more than this one.
+            self.stats.count(min(drafted, wanted - 1), min(accepted, emitted, wanted - 1), emitted)
             if not self.done[row]:
                 self.lengths[row] += accepted + 1
         self.close_round(scores)

@@ -28,7 +28,8 @@ _OWN_WAYS = {
 }
 _ALWAYS_CAUSAL = {"gpt_neox", "gpt_neox_japanese"}  # whatever their is_decoder says
 _ALIBI = {"bloom", "mpt", "mpt-7b"}
-_LOOKS_FOR_PADDING = {"gpt2", "biogpt"}  # without a mask these read or build one from the text, on the host
+# Without a mask these read or build one from the text, on the host; opt with older transformers.
+_LOOKS_FOR_PADDING = {"gpt2", "biogpt", "opt"}
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
 

@@ -1,13 +1,14 @@
 """Every recipe loads, every drafter that trains has one and a tiny twin, and a wrong key is met with the right one."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "train"))
-import heads  # noqa: E402
+import recipe as recipes  # noqa: E402
 
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
@@ -18,22 +19,22 @@ def _in_the_repository(monkeypatch):
 
 
 def parse(name: str, *more: str):
-    return heads.parse_recipe(["--config", f"configs/{name}.yaml", *more])
+    return recipes.parse_recipe(["--config", f"configs/{name}.yaml", *more])
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_loads(name):
     recipe, model = parse(name)
-    assert isinstance(model, heads.drafter_class(recipe.drafter).config_class)
+    assert isinstance(model, recipes.drafter_class(recipe.drafter).config_class)
     assert recipe.output_dir == f"runs/{name}"
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_holds_only_what_differs_from_the_defaults(name):
     recipe, model = parse(name)
-    ours = dict(heads.leaves(heads.asdict(recipe) | {"model": heads.asdict(model)}))
-    reference = dict(heads.leaves(heads.asdict(heads.Recipe(drafter="")) | {"model": heads.asdict(type(model)())}))
-    given = set(heads.given_values(["--config", f"configs/{name}.yaml"])) - {"config"}
+    ours = dict(recipes.leaves(asdict(recipe) | {"model": asdict(model)}))
+    reference = dict(recipes.leaves(asdict(recipes.Recipe(drafter="")) | {"model": asdict(type(model)())}))
+    given = set(recipes.given_values(["--config", f"configs/{name}.yaml"])) - {"config"}
     # A dictionary is replaced as a whole, so below model.model all fields are given.
     assert not [key for key in given if not key.startswith("model.model.") and ours[key] == reference[key]]
 
@@ -41,7 +42,7 @@ def test_recipe_holds_only_what_differs_from_the_defaults(name):
 def test_every_drafter_that_trains_has_a_recipe_and_a_tiny_twin():
     kinds = {name: parse(name)[0].drafter for name in RECIPES}
     for prefix in ("tiny_", ""):
-        assert {kind for name, kind in kinds.items() if name.startswith(prefix)} == set(heads.trainable_kinds())
+        assert {kind for name, kind in kinds.items() if name.startswith(prefix)} == set(recipes.trainable_kinds())
     for name in RECIPES:
         if not name.startswith("tiny_"):
             assert kinds[f"tiny_{name.split('_')[0]}"] == kinds[name]
@@ -52,7 +53,7 @@ def test_the_command_line_wins_over_the_file_whatever_the_order():
     assert parse("tiny_eagle3", "--optim.lr=1e-2", "--model.unroll=2")[1].unroll == 2
     assert parse("tiny_eagle3", "--data.train", "a.jsonl")[0].data.train == "a.jsonl"
     for file in (["--config", "configs/tiny_eagle3.yaml"], ["--config=configs/tiny_eagle3.yaml"]):
-        assert heads.parse_recipe(["--output_dir", "elsewhere", *file, "--seed=3"])[0].output_dir == "elsewhere"
+        assert recipes.parse_recipe(["--output_dir", "elsewhere", *file, "--seed=3"])[0].output_dir == "elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_a_wrong_key_names_the_nearest_right_one(tmp_path, wrong, right):
     body = f"{groups[0]}: {{{last}: 1}}" if groups else f"{last}: 1"
     file.write_text(f"drafter: eagle\n{body}\n")
     with pytest.raises(ValueError, match=f"unknown key '{wrong}' in .*wrong.yaml; did you mean '{right}'"):
-        heads.parse_recipe(["--config", str(file)])
+        recipes.parse_recipe(["--config", str(file)])
 
 
 def test_a_wrong_key_lists_its_neighbours_when_nothing_is_near():
@@ -99,6 +100,9 @@ def test_help_explains_every_setting(capsys):
     with pytest.raises(SystemExit):
         parse("tiny_eagle3", "--help")
     text = " ".join(capsys.readouterr().out.split())
-    for key in (*heads.keys_of(heads.Recipe), *(f"model.{key}" for key in heads.keys_of(parse("tiny_eagle3")[1]))):
+    for key in (
+        *recipes.keys_of(recipes.Recipe),
+        *(f"model.{key}" for key in recipes.keys_of(parse("tiny_eagle3")[1])),
+    ):
         assert f"--{key}" in text
     assert "Peak learning rate of Muon" in text

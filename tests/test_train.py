@@ -3,28 +3,38 @@
 import json
 import math
 import os
+import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import nn
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "train"))
+import checkpoints  # noqa: E402
 import data  # noqa: E402
+import guards  # noqa: E402
 import heads  # noqa: E402
+import recipe as recipe_module  # noqa: E402
 
-from selfdraft import load_drafter  # noqa: E402
+from selfdraft import generate, load_drafter  # noqa: E402
 from selfdraft.drafters.base import FeatureBatch, LossSum  # noqa: E402
+from selfdraft.metrics import Stats  # noqa: E402
+from selfdraft.target import Target  # noqa: E402
 
 TINY = sorted(path.stem for path in (ROOT / "configs").glob("tiny_*.yaml"))
 ALONE = ["--data.validation", "", "--threads", "1"]  # no evaluation
@@ -89,7 +99,8 @@ def _in_the_repository(monkeypatch):
 @pytest.fixture
 def toy(monkeypatch):
     monkeypatch.setattr(heads, "drafter_class", lambda kind: Toy)
-    monkeypatch.setattr(heads, "trainable_kinds", lambda: ["toy"])
+    monkeypatch.setattr(recipe_module, "drafter_class", lambda kind: Toy)
+    monkeypatch.setattr(recipe_module, "trainable_kinds", lambda: ["toy"])
 
 
 def train(output: Path, *more: str, recipe: str = "tiny_eagle3") -> Path:
@@ -345,7 +356,7 @@ def test_what_a_kill_during_a_save_leaves_is_not_taken_for_a_checkpoint(tmp_path
     killed = tmp_path / "killed"
     with monkeypatch.context() as patch:
         # As SIGKILL would: the files are written, nothing after that happens, not even the tidying up.
-        patch.setattr(heads, "flush_to_disk", lambda folder: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(checkpoints, "flush_to_disk", lambda folder: os.kill(os.getpid(), signal.SIGKILL))
         child = os.fork()
         if child == 0:
             patch.setattr(sys, "stdout", open(os.devnull, "w"))
@@ -357,6 +368,138 @@ def test_what_a_kill_during_a_save_leaves_is_not_taken_for_a_checkpoint(tmp_path
     assert [path.name for path in (killed / "checkpoints").iterdir()] == [".partial-5"]
     assert_same_training(train_toy(killed), straight)
     assert not list((killed / "checkpoints").glob(".partial-*"))
+
+
+@pytest.mark.slow
+def test_a_training_that_is_killed_at_twenty_random_moments_ends_as_if_it_had_not_been(tmp_path, toy):
+    """Every kill finds a training that resumes, and a drafter and checkpoints that are whole."""
+    began = time.monotonic()
+    straight = train_toy(tmp_path / "straight", "--save_every", "1", "--eval.every", "2")
+    seconds, moments, killed = time.monotonic() - began, random.Random(7), tmp_path / "killed"
+    reached, kills = [], 0
+    while kills < 20:
+        child = os.fork()
+        if child == 0:
+            sys.stdout = open(os.devnull, "w")
+            tqdm.set_lock(threading.RLock())  # its own: the parent waits for ever for one that dies with a child
+            try:
+                train_toy(killed, "--save_every", "1", "--eval.every", "2")
+            finally:
+                os._exit(1)
+        time.sleep(moments.uniform(0, 0.5 * seconds))
+        os.kill(child, signal.SIGKILL)
+        kills += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        newest = checkpoints.newest_checkpoint(killed / "checkpoints")
+        reached.append(0 if newest is None else int(newest.name.removeprefix("step-")))
+        if reached[-1] == 20:
+            shutil.rmtree(killed)
+    assert len(set(reached)) > 3, "the moments were not spread over the training"
+    assert_same_training(train_toy(killed, "--save_every", "1", "--eval.every", "2"), straight)
+
+
+def test_what_was_saved_is_measured_and_the_best_is_kept(tmp_path, monkeypatch):
+    """Three evaluations, the second of which is the best: it is the drafter, also after a resume."""
+    scores, weights = iter([1.2, 1.9, 1.5]), []
+
+    def evaluate(drafter, target, held_out, recipe):
+        assert not drafter.training and next(drafter.parameters()).dtype == target.dtype
+        weights.append({name: value.clone() for name, value in drafter.state_dict().items()})
+        return {"tokens_per_round": next(scores)}
+
+    monkeypatch.setattr(heads, "evaluate", evaluate)
+    more = ["--max_steps", "15", "--eval.every", "5", "--save_every", "5", "--threads", "1"]
+    with monkeypatch.context() as patch:
+        stop_in_step(12, patch)
+        with pytest.raises(SystemExit):
+            train(tmp_path, *more)
+    train(tmp_path, *more)
+    kept, last = (load_file(tmp_path / name / "model.safetensors") for name in ("drafter", "latest"))
+    assert all(torch.equal(kept[name], weights[1][name]) for name in kept)
+    assert all(torch.equal(last[name], weights[2][name]) for name in last)
+    assert any(not torch.equal(weights[1][name], weights[2][name]) for name in kept)
+
+
+def test_an_evaluation_answers_greedily_and_sampled_with_the_drafters_own_plan(tmp_path):
+    train(tmp_path, "--eval.every", "20", "--max_steps", "20", "--threads", "1")
+    measured = records(tmp_path)[-1]
+    assert measured["step"] == 20 and "loss" not in measured
+    model = heads.load_target("configs/targets/tiny_llama.json")[0].eval()
+    drafter = load_drafter(tmp_path / "drafter", model)
+    held_out = data.read_conversations("tests/data/tiny_validation.jsonl", 2048, model.config.vocab_size)
+    for suffix, settings in {"": {"do_sample": False}, "_T1": {"do_sample": True, "top_k": 0}}.items():
+        total = Stats()
+        for index in range(4):
+            settings |= {"seed": index, "max_new_tokens": 16, "return_dict_in_generate": True, "plan": drafter.plan}
+            total.add(generate(model, held_out.prompt(index).unsqueeze(0), drafter=drafter, **settings).stats)
+        assert measured[f"tokens_per_round{suffix}"] == pytest.approx(total.tokens_per_round)
+        assert measured[f"acceptance_1{suffix}"] == pytest.approx(total.acceptance_by_depth[0])
+
+
+def test_features_that_are_not_the_models_own_are_refused_before_the_first_step(tmp_path, monkeypatch):
+    plain = Target.encode
+    shifted = {
+        r"hidden_states\[1\]": lambda self, tokens, layers: plain(self, tokens, tuple(layer - 1 for layer in layers)),
+        r"hidden_states\[-1\]": lambda self, *given: (plain(self, *given)[0], plain(self, given[0], (-2,))[0]),
+    }
+    for name, encode in shifted.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(Target, "encode", encode)
+            with pytest.raises(ValueError, match=f"{name}.*differ by"):
+                train(tmp_path, *ALONE, recipe="tiny_eagle3")
+    project = Target.project
+    monkeypatch.setattr(Target, "project", lambda self, *given: 1.1 * project(self, *given))
+    with pytest.raises(ValueError, match="logits: they differ by"):
+        train(tmp_path, *ALONE, recipe="tiny_eagle3")
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_the_probe_lets_a_sound_training_through_and_changes_nothing(tmp_path, recipe, capsys):
+    more = [*ALONE, "--max_steps", "2"]
+    straight, probed = (
+        train(tmp_path / name, *more, "--probe", str(name == "probed"), recipe=recipe)
+        for name in ("straight", "probed")
+    )
+    assert "probe: one answer learnt by heart" in capsys.readouterr().out
+    assert records(probed) == records(straight)
+
+
+def test_the_probe_tells_training_that_sees_other_things_from_training_that_does_not_learn(tmp_path, monkeypatch):
+    plain = guards.live_features
+
+    def other(target, layers, tokens, trained, attention):
+        batch = plain(target, layers, tokens, trained, attention)
+        return replace(batch, features=batch.features.roll(1, dims=1))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(guards, "live_features", other)
+        with pytest.raises(ValueError, match="see different things"):
+            train(tmp_path, *ALONE, "--probe", "true")
+    with pytest.raises(ValueError, match="does not learn"):
+        train(tmp_path, *ALONE, "--probe", "true", "--optim.lr", "1e-9", "--optim.matrix_lr", "1e-9")
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_run_folder_says_how_it_came_about(tmp_path, toy, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_in_step(8, patch)
+        with pytest.raises(SystemExit):
+            train_toy(tmp_path)
+    train_toy(tmp_path)
+    starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert [start["step"] for start in starts] == [0, 5]
+    assert starts[0]["versions"]["torch"] == torch.__version__ and starts[0]["command"] == sys.argv
+    whole = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    assert whole["max_steps"] == 20 and whole["model"] == {"dropout": 0.5, "nan_at": -1, "nan_calls": 1}
+
+
+def test_tensorboard_gets_every_step(tmp_path, toy):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train_toy(tmp_path, "--log_with", "tensorboard")
+    read = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    losses = [(event.step, event.value) for event in read.Scalars("loss")]
+    assert losses == [(line["step"], pytest.approx(line["loss"])) for line in records(tmp_path)]
 
 
 def test_wandb_gets_every_step_in_one_run(tmp_path, toy, monkeypatch):

@@ -1,0 +1,109 @@
+"""All that a training needs to continue where it stopped, written whole or not at all."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from data import Conversations
+from recipe import Recipe, leaves
+
+KEPT_CHECKPOINTS = 2
+# What may differ when a training is resumed.
+FREE_SETTINGS = {"output_dir", "eval", "save_every", "log_with", "compile", "threads"}
+
+
+def fixed_settings(recipe: Recipe, model_config: Any, conversations: Conversations) -> dict[str, Any]:
+    """What must not differ between the two halves of a resumed training."""
+    settings = {key: value for key, value in asdict(recipe).items() if key not in FREE_SETTINGS}
+    settings |= {"model": asdict(model_config)}
+    data = hashlib.sha256()
+    for tokens, trained in zip(conversations.tokens, conversations.trained, strict=True):
+        data.update(tokens.tobytes())
+        data.update(trained.tobytes())
+    # The same data may lie elsewhere the next time: its content counts.
+    settings["data"] = {key: settings["data"][key] for key in ("max_length", "step_tokens", "forward_tokens")}
+    settings["data"]["content"] = data.hexdigest()[:16]
+    return as_lists(settings)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """A checkpoint gets its name when it is whole, so every `step-N` is whole."""
+    found = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    return found[-1] if found else None
+
+
+def read_state(checkpoint: Path, settings: dict, processes: int) -> dict:
+    """Where the training stands. ValueError when this command would not continue it, but start another one."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    before, now = dict(leaves(state["settings"])), dict(leaves(settings))
+    # A setting that only one version of this script knows has its old meaning by default.
+    differing = [key for key in before if key in now and before[key] != now[key]]
+    if state["processes"] != processes:
+        differing.append("processes")
+        before["processes"], now["processes"] = state["processes"], processes
+    if differing:
+        changes = "; ".join(f"{key} was {before[key]} and is now {now[key]}" for key in differing)
+        raise ValueError(
+            f"{checkpoint} belongs to another training ({changes}); "
+            "give the old settings to continue it, or another --output_dir to train anew"
+        )
+    return state
+
+
+def save_checkpoint(accelerator: Accelerator, folder: Path, state: dict) -> None:
+    """Writes all that a resume needs beside the older checkpoints, then gives it its name, then drops the oldest."""
+    partial, final = folder / f".partial-{state['step']}", folder / f"step-{state['step']}"
+    with saving(final):
+        if accelerator.is_main_process:
+            for stale in folder.glob(".partial-*"):
+                shutil.rmtree(stale)
+            partial.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        try:
+            accelerator.save_state(str(partial))
+            if accelerator.is_main_process:
+                (partial / "state.json").write_text(json.dumps(state, indent=2))
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            flush_to_disk(partial)
+            partial.rename(final)
+            for old in sorted(folder.glob("step-*"), key=lambda path: int(path.name[5:]))[:-KEPT_CHECKPOINTS]:
+                shutil.rmtree(old)
+        accelerator.wait_for_everyone()
+
+
+def flush_to_disk(folder: Path) -> None:
+    """So that a power cut after the renaming does not leave a named but empty checkpoint."""
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Turns whatever a failing save raises into one clear ValueError."""
+    try:
+        yield
+    except Exception as problem:
+        whole = newest_checkpoint(path.parent) or newest_checkpoint(path.parent / "checkpoints")
+        kept = f"{whole} is whole: the same command continues from it" if whole else "there is no earlier checkpoint"
+        free = shutil.disk_usage(next(parent for parent in path.resolve().parents if parent.exists())).free
+        raise ValueError(f"could not write {path} ({problem}; {free / 1e9:.2f} GB are free); {kept}") from problem
+
+
+def as_lists(value: Any) -> Any:
+    """The same values as JSON and YAML would give them back."""
+    if isinstance(value, dict):
+        return {key: as_lists(each) for key, each in value.items()}
+    return [as_lists(each) for each in value] if isinstance(value, (tuple, list)) else value

@@ -1,0 +1,201 @@
+"""A training as a YAML file and a command line describe it: every setting with its meaning, checked and explained.
+
+The fields under `model` are those of the drafter's own config class.
+"""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import ArgumentParser, set_parsing_settings
+
+from selfdraft.checkpoint import drafter_class, drafter_classes
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is trained on."""
+
+    train: str | list[str] = ""
+    """Parquet or JSONL files, a glob, a folder, a list of these, or a hub id; rows hold `messages`, or `prompt_ids` and
+    `response_ids`."""
+    validation: str | list[str] = ""
+    """The same, for evaluations; nothing is evaluated without it."""
+    max_length: int = 2048
+    """Tokens of a conversation; what is longer is cut."""
+    step_tokens: int = 4096
+    """Tokens of one optimizer step, prompts included, over all processes; the gradient depends on this alone."""
+    forward_tokens: int = 4096
+    """Tokens of one forward pass of one process, padding included; smaller saves memory and accumulates gradients."""
+
+
+@dataclass(frozen=True)
+class Optim:
+    """How the weights move."""
+
+    lr: float = 1e-3
+    """Peak learning rate of AdamW."""
+    matrix_lr: float = 0.0
+    """Peak learning rate of Muon for the 2-D matrices; 0 leaves them to AdamW. Vectors, embeddings and vocabulary
+    projections always go to AdamW."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    warmup_ratio: float = 0.03
+    """Share of the steps in which the learning rate rises from 0 to its peak; then it falls along a cosine to 10 %."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+
+
+@dataclass(frozen=True)
+class Eval:
+    """What is measured on the way, on the validation data."""
+
+    every: int = 500
+    """Steps between two evaluations; one more is made at the end."""
+    prompts: int = 16
+    """Held-out prompts that are answered by `selfdraft.generate`, greedy and at temperature 1; the loss is taken on
+    four times as many. The drafter with the most tokens per round (greedy) is kept."""
+    max_new_tokens: int = 128
+    """Tokens of each answer."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training."""
+
+    drafter: str
+    """Kind of drafter: the name of a module in selfdraft.drafters that trains; its own settings are under `model`."""
+    target: str = "smollm2-135m"
+    """Folder or hub id of the target model, "smollm2-135m" for the embedded one, or the .json file of a Hugging Face
+    config: then the target has random weights (for tests)."""
+    start_from: str = ""
+    """Folder or hub id of a drafter of the same shape, whose weights and draft vocabulary the training starts from;
+    empty trains from scratch."""
+    output_dir: str = "runs/drafter"
+    """Folder of the results and checkpoints."""
+    data: Data = field(default_factory=Data)
+    """What is trained on."""
+    optim: Optim = field(default_factory=Optim)
+    """How the weights move."""
+    eval: Eval = field(default_factory=Eval)
+    """What is measured on the way."""
+    epochs: int = 1
+    """Passes over the data."""
+    max_steps: int = 0
+    """Optimizer steps; 0 means whole epochs."""
+    save_every: int = 500
+    """Steps between two checkpoints; one more is made at the end."""
+    seed: int = 0
+    """Fixes the starting weights, the order of the data and every other random choice."""
+    mixed_precision: Literal["bf16", "no"] = "bf16"
+    """Precision of the drafter's forward pass; its weights are float32 in any case."""
+    log_with: Literal["none", "wandb", "tensorboard"] = "none"
+    """Where to report besides metrics.jsonl."""
+    probe: bool = False
+    """Before the training, train a copy of the drafter on a single conversation, and stop if even that is not learnt
+    by heart and accepted: then something is wrong with target, features or drafter, and no data will mend it."""
+    compile: bool = False
+    """Compile the target's layers first (`torch.compile`; needs a C++ compiler on a CPU): features come faster."""
+    threads: int = 0
+    """CPU threads per process; 0 shares all cores among the processes."""
+
+
+def parse_recipe(arguments: list[str]) -> tuple[Recipe, Any]:
+    """The recipe, and the config of its drafter, from YAML and command line.
+
+    The fields under `model` are those of the drafter's own config class, so that they are checked, and explained by
+    `--help`, like all others. Raises ValueError for an unknown key, naming the nearest right one.
+    """
+    arguments = files_first(arguments)
+    given = given_values(arguments)
+    kind = given.get("drafter", (None, ""))[0]
+    config_class = drafter_class(kind).config_class if kind in trainable_kinds() else None
+    if kind is not None and config_class is None:
+        raise ValueError(f"drafter is '{kind}'; {nearest(kind, trainable_kinds())}")
+    known = [*keys_of(Recipe), "config", "help", "print_config"]
+    known += [f"model.{key}" for key in keys_of(config_class)] if config_class else []
+    groups = {key.rsplit(".", 1)[0] for key in known}
+    for key, (_, origin) in given.items():
+        inside = any(key.startswith(f"{each}.") for each in known)  # a field that is a dictionary of its own
+        if key not in known and key not in groups and not inside:
+            raise ValueError(f"unknown key '{key}' {origin}; {nearest(key, known)}")
+
+    parser = ArgumentParser(
+        prog="train/heads.py",
+        description="Trains a drafter. The same command resumes a training that was stopped."
+        + ("" if config_class else " With --config or --drafter, --help also explains the settings under `model`."),
+    )
+    parser.add_argument("--config", action="config", help="YAML file of a recipe; other arguments win over it.")
+    parser.add_class_arguments(Recipe)
+    if config_class:
+        parser.add_class_arguments(config_class, "model")
+    values = parser.instantiate(parser.parse_args(arguments))
+    return Recipe(**{each.name: values[each.name] for each in fields(Recipe)}), values["model"]
+
+
+def files_first(arguments: list[str]) -> list[str]:
+    """The same with `--config FILE` in front: what is typed wins over a file, wherever it is typed."""
+    files: list[str] = []
+    others: list[str] = []
+    for argument in arguments:
+        follows = files and files[-1] == "--config"
+        (files if follows or argument.partition("=")[0] == "--config" else others).append(argument)
+    return files + others
+
+
+def given_values(arguments: list[str]) -> dict[str, tuple[Any, str]]:
+    """Every key that the YAML files and the command line set: its value, and where it stands."""
+    given: dict[str, tuple[Any, str]] = {}
+    for number, argument in enumerate(arguments):
+        if not argument.startswith("--"):
+            continue
+        key, equals, value = argument[2:].partition("=")
+        if not equals:
+            value = arguments[number + 1] if number + 1 < len(arguments) else ""
+        if key == "config":
+            if not Path(value).is_file():
+                raise ValueError(f"there is no recipe '{value}' (looked in {Path.cwd()})")
+            content = yaml.safe_load(Path(value).read_text()) or {}
+            given |= {name: (leaf, f"in {value}") for name, leaf in leaves(content)}
+        given[key.removesuffix("+")] = (value, "on the command line")
+    return given
+
+
+def leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def keys_of(config_class: Any) -> list[str]:
+    """The dotted names of all plain fields of a dataclass."""
+    keys = []
+    for each in fields(config_class):
+        inner = keys_of(each.type) if is_dataclass(each.type) else []
+        keys += [f"{each.name}.{key}" for key in inner] or [each.name]
+    return keys
+
+
+def nearest(wrong: str, known: list[str]) -> str:
+    """The nearest key, by its whole name or by its last part, and all keys of the group that was meant."""
+    last = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
+    close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.75)
+    close = close or [last[name] for name in difflib.get_close_matches(wrong.rsplit(".", 1)[-1], last, n=1)]
+    close = close or difflib.get_close_matches(wrong, known, n=1)
+    group = wrong.rpartition(".")[0]
+    others = [key for key in known if key.rpartition(".")[0] == group]
+    question = f"did you mean '{close[0]}'? " if close else ""
+    return f"{question}known {f'under {group}' if group else 'here'}: {', '.join(others or known)}"
+
+
+def trainable_kinds() -> list[str]:
+    return [kind for kind, each in drafter_classes().items() if hasattr(each, "loss")]
