@@ -123,6 +123,8 @@ CONFIG: dict[str, Argument] = {
     "transformers_version": Argument("no effect", "a note in the file"),
 }
 
+_FILLED_CACHE = refused("keys and values are kept in selfdraft's own cache; pass the whole conversation as input_ids")
+
 CALL: dict[str, Argument] = {
     "inputs": honoured("int64 [batch, time]"),
     "generation_config": honoured(),
@@ -142,6 +144,8 @@ CALL: dict[str, Argument] = {
     "assistant_tokenizer": refused("a draft model has to share the target's tokenizer"),
     "attention_mask": honoured("padding on either side"),
     "position_ids": honoured("as far as they count the tokens of the attention_mask"),
+    "past_key_values": _FILLED_CACHE,
+    "cache": _FILLED_CACHE,
     "inputs_embeds": refused("drafters read token ids; pass input_ids"),
     "trust_remote_code": Argument("no effect", "of custom_generate by name"),
 }
@@ -175,6 +179,9 @@ def refuse_inputs(
         if name not in _OWN_INPUTS and not CONFIG.get(name, _OF_THE_MODEL).allows(value):
             raise ValueError(f"the model argument '{name}' is not supported; pass input_ids and attention_mask only")
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    for name, given in (("position_ids", positions), ("attention_mask", mask)):
+        if given is not None and given.shape != input_ids.shape:
+            raise ValueError(f"{name} is {list(given.shape)}, and the prompt it belongs to {list(input_ids.shape)}")
     valid = torch.ones_like(input_ids) if mask is None else mask.long()
     if positions is not None and ((positions - valid.cumsum(dim=1) + 1) * valid).any():
         raise ValueError("position_ids that do not count the tokens of the attention_mask are not supported")

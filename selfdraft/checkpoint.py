@@ -53,6 +53,8 @@ def one_drafter(wanted: Any, target: Target) -> Drafter | None:
         wanted = load_drafter(wanted, target.model)
     elif isinstance(wanted, PreTrainedModel):
         wanted = drafter_class("draft_model").from_model(wanted, target)
+    elif not isinstance(wanted, Drafter):
+        raise ValueError(f"drafter={wanted!r} is no drafter: give one, a folder, a hub id or the name of one")
     wanted.check(target)
     if isinstance(wanted, torch.nn.Module) and not any(hasattr(each, "_hf_hook") for each in wanted.modules()):
         wanted.to(target.device)  # unless accelerate has placed it, it follows its target

@@ -148,7 +148,7 @@ def compare(options: Namespace) -> int:
     notes = Console(stderr=True)
     chosen = {field.name: options[field.name] for field in fields(measuring.Settings)}
     settings = measuring.Settings(**chosen | {"prompts": options.prompts or measuring.SHIPPED_PROMPTS})
-    refuse_missing_folder(options.json)
+    refuse_no_file(options.json)
 
     prompts = measuring.read_prompts(settings.prompts, settings.limit)
     sources = measuring.drafter_sources(settings, note=lambda text: report.print_lines([text], notes))
@@ -194,7 +194,7 @@ def generate(options: Namespace) -> int:
 
     notes = Console(stderr=True)
     prompt = chat.read_prompt(options.prompt)
-    refuse_missing_folder(options.json)
+    refuse_no_file(options.json)
     if prompt is None and options.json is not None:
         raise ValueError("--json holds one answer, and this is a chat: give the prompt by --prompt or in a pipe")
     sources = chat.wanted_drafters(options.drafter, options.model)
@@ -221,8 +221,10 @@ def generate(options: Namespace) -> int:
     return 0
 
 
-def refuse_missing_folder(file: Path | None) -> None:
+def refuse_no_file(file: Path | None) -> None:
     """Found out before the work, not after it."""
+    if file is not None and file.is_dir():
+        raise ValueError(f"--json {file}: this is a folder; give the name of a file")
     if file is not None and not file.parent.is_dir():
         raise ValueError(f"--json {file}: there is no folder {file.parent}; make it first")
 

@@ -195,7 +195,7 @@ def load_target(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f'cannot load the model "{name}": {reason} --model takes a folder, a hub id or {embedded.TARGET_NAME}'

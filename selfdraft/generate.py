@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -41,7 +42,7 @@ def generate(
     *,
     drafter: Drafter | PreTrainedModel | str | Path | Sequence | None = None,
     plan: Plan | None = None,
-    seed: int | Sequence[int] | None = None,
+    seed: SupportsIndex | Sequence[SupportsIndex] | None = None,
     acceptance: str = "coupled",
     width: str | None = None,
     **kwargs: Any,
@@ -102,49 +103,54 @@ def decode(
     generation_config: GenerationConfig,
     drafter: Drafter | PreTrainedModel | str | Path | Sequence | None = None,
     plan: Plan | None = None,
-    seed: int | Sequence[int] | None = None,
+    seed: SupportsIndex | Sequence[SupportsIndex] | None = None,
     acceptance: str = "coupled",
     width: str | None = None,
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateOutput:
     """The loop behind `generate`, in the form that `model.generate(..., custom_generate=selfdraft.decode)` calls."""
-    refuse_arguments({}, generation_config)
-    refuse_inputs(input_ids, logits_processor, streamer, model_kwargs)
-    target = Target(model)
-    drafter = choose_drafter(looked_up(drafter, generation_config), target)
-    patience = Patience() if plan is None else None
-    plan = plan or (drafter.plan if drafter is not None else Plan(depth=0))
-
-    prompt = read_prompt(input_ids.to(target.device), model_kwargs.get("attention_mask"))
-    rows = Rows(input_ids, prompt, generation_config, stopping_criteria, streamer)
-    record = Record(generation_config, target.num_layers)
-    temperature = float(generation_config.temperature or 1.0) if generation_config.do_sample else 0.0
-    seed = 0 if seed is None and temperature == 0 else seed  # nothing is drawn
-    noise = Noise(row_seeds(seed, len(input_ids), target.device), temperature)
-    policy = Policy(logits_processor, noise, rows.stops)
-    by_rejection = rejects(acceptance, policy)
-    # What looks at the text of the batch sees it as in plain decoding if all rows advance by the same steps; what may
-    # count its calls, if they advance one by one.
-    together = policy.reads_text or rows.one_by_one
-    if rows.one_by_one or (policy.keeps_state and len(input_ids) > 1):
-        plan = Plan(depth=0)
-    if width not in (None, "fixed"):
-        raise ValueError(f"width is 'fixed' or None, not {width!r}")
-    if width is not None:
-        plan = Plan(depth=min(plan.depth, FIXED_WIDTH - 1))
-    in_order = policy.reads_text or record.wants_scores
-    choose = partial(choose_path, policy=policy, by_rejection=by_rejection, in_order=in_order)
-    clock = Stopwatch(target.device)
-
-    whole = rows.max_length + FIXED_WIDTH
-    cache = SlotCache(min(rows.max_length, prompt.tokens.shape[1] + 1024) + plan.nodes + 1 if width is None else whole)
-    drafter = drafter if plan.depth > 0 else None
-    state = drafter.begin(len(input_ids)) if drafter is not None else None
-    drafts_from = drafter.feature_layers if drafter is not None else ()
-    layers, drafts_width = (*drafts_from, *record.layers), len(drafts_from) * target.hidden_size
-    lengths = prompt.lengths
     with ending(streamer):
+        refuse_arguments({}, generation_config)
+        refuse_inputs(input_ids, logits_processor, streamer, model_kwargs)
+        target = Target(model)
+        drafter = choose_drafter(looked_up(drafter, generation_config), target)
+        patience = Patience() if plan is None else None
+        if not isinstance(plan, Plan | None):
+            raise ValueError(f"plan={plan!r} is no Plan: give Plan(depth, width, nodes), or None for the drafter's own")
+        plan = plan or (drafter.plan if drafter is not None else Plan(depth=0))
+
+        prompt = read_prompt(input_ids.to(target.device), model_kwargs.get("attention_mask"))
+        rows = Rows(input_ids, prompt, generation_config, stopping_criteria, streamer)
+        record = Record(generation_config, target.num_layers)
+        temperature = float(generation_config.temperature or 1.0) if generation_config.do_sample else 0.0
+        seed = 0 if seed is None and temperature == 0 else seed  # nothing is drawn
+        noise = Noise(row_seeds(seed, len(input_ids), target.device), temperature)
+        policy = Policy(logits_processor, noise, rows.stops)
+        by_rejection = rejects(acceptance, policy)
+        # What looks at the text of the batch sees it as in plain decoding if all rows advance by the same steps; what
+        # may count its calls, if they advance one by one.
+        together = policy.reads_text or rows.one_by_one
+        if rows.one_by_one or (policy.keeps_state and len(input_ids) > 1):
+            plan = Plan(depth=0)
+        if width not in (None, "fixed"):
+            raise ValueError(f"width is 'fixed' or None, not {width!r}")
+        if width is not None:
+            plan = Plan(depth=min(plan.depth, FIXED_WIDTH - 1))
+        in_order = policy.reads_text or record.wants_scores
+        choose = partial(choose_path, policy=policy, by_rejection=by_rejection, in_order=in_order)
+        clock = Stopwatch(target.device)
+
+        whole = rows.max_length + FIXED_WIDTH
+        capacity = min(rows.max_length, prompt.tokens.shape[1] + 1024) + plan.nodes + 1
+        cache = SlotCache(capacity if width is None else whole)
+        drafter = drafter if plan.depth > 0 else None
+        state = drafter.begin(len(input_ids)) if drafter is not None else None
+        drafts_from = drafter.feature_layers if drafter is not None else ()
+        layers, drafts_width = (*drafts_from, *record.layers), len(drafts_from) * target.hidden_size
+        if layers:
+            target.refuse_odd_states()
+        lengths = prompt.lengths
         logits, states = prefill(target, cache, prompt, layers)
         text = input_ids.to(target.device) if together else None
         path = choose(DraftTree.chain(prompt.tokens[:, -1:]), logits, lengths - 1, 0, rows.active, text)
@@ -153,7 +159,7 @@ def decode(
         features, states = split(states, drafts_width)
         seen = Observed(prompt.tokens, prompt.positions, lengths, features, max(rows.lengths), start)
         rows.start(root.tolist(), record.shown(path.scores))
-        record.start(path, logits, states)
+        record.start(prompt, path, logits, states)
         clock.lap("prefill")
 
         while not rows.finished:
@@ -185,7 +191,8 @@ def decode(
 
             # 3. Walk along the target's own picks, and keep the slots of that path.
             text = rows.sequences().to(target.device) if together else None
-            path = choose(tree, logits, lengths, current.depth, rows.active, text)
+            reach = current.depth if asked is not None else 0
+            path = choose(tree, logits, lengths, reach, rows.active, text)
             steps = torch.arange(path.nodes.shape[1], device=lengths.device)
             if not tree.is_chain:  # the nodes of a chain already lie where they belong
                 cache.keep(lengths.unsqueeze(1) + path.nodes, lengths.unsqueeze(1) + steps)
@@ -226,13 +233,21 @@ def looked_up(drafter: Any, config: GenerationConfig) -> Any:
     return Ngram(longest=config.max_matching_ngram_size or 2, plan=Plan(depth=wanted))
 
 
-def row_seeds(seed: int | Sequence[int] | None, batch: int, device: torch.device) -> Int[Tensor, " batch"]:
+def row_seeds(seed: Any, batch: int, device: torch.device) -> Int[Tensor, " batch"]:
     """One seed per row: the given ones, or `seed + b`. Torch's global RNG is read only when `seed` is None."""
     if seed is None:
         seed = int(torch.randint(2**62, ()))
-    seeds = [seed + row for row in range(batch)] if isinstance(seed, int) else [int(each) for each in seed]
+    given = seed.tolist() if hasattr(seed, "tolist") else seed  # of numpy or torch
+    try:
+        seeds = (
+            [index(each) for each in given] if hasattr(given, "__len__") else [index(given) + b for b in range(batch)]
+        )
+    except TypeError:
+        raise ValueError(f"seed={seed!r}: a seed is a whole number; give one, or one per row") from None
     if len(seeds) != batch:
         raise ValueError(f"{len(seeds)} seeds for a batch of {batch}: give one int, or one per row")
+    if not all(-(2**63) <= each < 2**63 for each in seeds):
+        raise ValueError(f"seed={seed!r}: a seed, that of the last row too, is a number of 64 bits")
     return torch.tensor(seeds, device=device)
 
 

@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from selfdraft.metrics import Stats
+from selfdraft.rows import Prompt
 from selfdraft.verify import Walk
 
 
@@ -46,9 +47,11 @@ class Record:
         """The scores, if they are asked for: stopping criteria see what is returned, as in transformers."""
         return scores if self.wants_scores else None
 
-    def start(self, path: Walk, logits: Tensor, states: Float[Tensor, "batch time states"] | None) -> None:
+    def start(
+        self, prompt: Prompt, path: Walk, logits: Tensor, states: Float[Tensor, "batch time states"] | None
+    ) -> None:
         """What the prefill gave: the first token of every row, and the hidden states of the prompt."""
-        self.prompt_states = states
+        self.prompt_states = None if states is None else prompt.as_given(states)
         self.add([1] * len(logits), path, logits, None if states is None else states[:, -1:])
 
     def add(

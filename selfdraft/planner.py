@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from selfdraft.metrics import Stats
 
 FAILURES = 8  # rounds in a row without a kept draft, after which drafting pauses
-FIRST_PAUSE = 16  # rounds; every pause that follows a vain try is twice as long as the one before
+FIRST_PAUSE = 16  # rounds; every pause that follows a vain try is twice as long as the one before, up to the longest:
+LONGEST_PAUSE = 64  # what was decided in a pause has to be read in one go after it
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Plan:
 class Patience:
     """Bounds what a drafter costs whose drafts are never kept: one of another target, or one out of its depth.
 
-    It drafts in 11 of the first 200 rounds, so that 3 % of the time are lost if a draft costs half a pass of the
+    It drafts in 12 of the first 200 rounds, so that 3 % of the time are lost if a draft costs half a pass of the
     target. What is drafted then never changes the text. Tokens are counted and not seconds, so that a call does the
     same every time.
     """
@@ -57,7 +58,7 @@ class Patience:
         self.tried, self.kept = tried, kept
         if self.failures >= (1 if self.pause else FAILURES):
             self.failures = 0
-            self.pause = self.resting = 2 * self.pause or FIRST_PAUSE
+            self.pause = self.resting = min(2 * self.pause, LONGEST_PAUSE) or FIRST_PAUSE
         if self.resting > 0:
             self.resting -= 1
             return False

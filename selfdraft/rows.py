@@ -25,6 +25,11 @@ class Prompt:
     positions: Int[Tensor, "batch time"]
     lengths: Int[Tensor, " batch"]
     host_lengths: list[int]
+    order: Int[Tensor, "batch time"]  # where each entry stood in the prompt as it was given
+
+    def as_given(self, values: Float[Tensor, "batch time size"]) -> Float[Tensor, "batch time size"]:
+        """`values` of the entries, in the order of the prompt as it was given."""
+        return values.gather(1, self.order.argsort(dim=1).unsqueeze(-1).expand_as(values))
 
 
 def read_prompt(input_ids: Int[Tensor, "batch time"], attention_mask: Tensor | None) -> Prompt:
@@ -38,13 +43,13 @@ def read_prompt(input_ids: Int[Tensor, "batch time"], attention_mask: Tensor | N
         raise ValueError(f"row {host_lengths.index(0)} of the batch has no tokens: its attention_mask is all zero")
     padding = (1 - valid).cumsum(dim=1) - 1
     positions = torch.where(valid.bool(), valid.cumsum(dim=1) - 1, lengths.unsqueeze(1) + padding)
-    return Prompt(input_ids.gather(1, order), positions, lengths, host_lengths)
+    return Prompt(input_ids.gather(1, order).long(), positions, lengths, host_lengths, order)
 
 
 def end_tokens(config: GenerationConfig, criteria: Sequence[StoppingCriteria] = ()) -> list[int]:
     """The token ids that end a text: those of the config, in its order, and then those of the criteria."""
     eos = config.eos_token_id
-    stops = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    stops = [] if eos is None else torch.as_tensor(eos).flatten().tolist()
     for each in criteria:
         if is_transformers_own(each, {"EosTokenCriteria"}):
             stops += [token for token in each.eos_token_id.tolist() if token not in stops]
@@ -69,11 +74,11 @@ class Rows:
     ):
         stops = end_tokens(config, criteria)
         self.stops = set(stops)
-        self.pad = config.pad_token_id if config.pad_token_id is not None else (stops or [0])[0]  # as transformers
+        self.pad = int(config.pad_token_id) if config.pad_token_id is not None else (stops or [0])[0]  # as transformers
         self.input_ids = input_ids
         self.device = prompt.tokens.device
         limits = [each.max_length for each in criteria if is_transformers_own(each, {"MaxLengthCriteria"})]
-        self.max_length = min([config.max_length, *limits])
+        self.max_length = int(min([config.max_length, *limits]))
         self.budget = self.max_length - prompt.tokens.shape[1]
         others = [each for each in criteria if not is_transformers_own(each, _TOLD_FROM_IDS)]
         known = all(is_transformers_own(each, _OF_ONE_ROW) for each in others)
@@ -87,7 +92,7 @@ class Rows:
         self.lengths = list(prompt.host_lengths)  # committed tokens in the cache
         self.new: list[list[int]] = [[] for _ in self.lengths]
         self.emitted = [0] * len(self.lengths)  # tokens that the last round gave
-        self.pads = bool(stops) or len(input_ids) == 1
+        self.pads = len(input_ids) == 1 or any(hasattr(each, "eos_token_id") for each in criteria)
         self.ended: list[int | None] = [None] * len(self.lengths)  # the number of new tokens at the first stop
         self.done = [False] * len(self.lengths)
         self.going = [True] * len(self.lengths)
@@ -136,6 +141,10 @@ class Rows:
     def emit(self, row: int, tokens: list[int], scores: Tensor | None) -> int:
         """Appends tokens up to the first stop or the budget; returns how many."""
         for step, token in enumerate(tokens):
+            if token < 0:
+                raise RuntimeError(
+                    "there is nothing to sample from: no token has a probability that is a number above 0"
+                )
             self.new[row].append(token)
             full = len(self.new[row]) >= self.budget
             stop = full or token in self.stops

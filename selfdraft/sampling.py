@@ -127,6 +127,12 @@ def is_transformers_own(thing: object, names: set[str]) -> bool:
     return kind.__name__ in names and kind.__module__.startswith("transformers.generation.")
 
 
+def drawn(scores: Float[Tensor, "*shape vocab"]) -> Int[Tensor, "*shape"]:
+    """The best token of noisy scores, or -1 where there is none: all are minus infinity, or one is not a number."""
+    most, token = scores.max(dim=-1)
+    return torch.where(most > float("-inf"), token, -1)
+
+
 class Policy:
     """Picks the target's own next token from its logits, greedy or sampled.
 
@@ -168,7 +174,7 @@ class Policy:
         noise = self.noise.gumbel(lengths.unsqueeze(1) + steps, torch.arange(vocab, device=logits.device))
         rows = torch.arange(batch, device=logits.device).unsqueeze(1)
         noise = noise[rows, depths.clamp(max=max_depth)]
-        return (scores.view(batch, nodes, vocab) + noise).argmax(dim=-1)
+        return drawn(scores.view(batch, nodes, vocab) + noise)
 
     def pick_next(
         self,
@@ -181,7 +187,7 @@ class Policy:
         if self.noise.temperature == 0:
             return scores, scores.argmax(dim=-1)
         noise = self.noise.gumbel(positions.unsqueeze(1), torch.arange(logits.shape[-1], device=logits.device))
-        return scores, (scores + noise.squeeze(1)).argmax(dim=-1)
+        return scores, drawn(scores + noise.squeeze(1))
 
     def process(
         self, logits: Float[Tensor, "rows vocab"], text: Int[Tensor, "rows time"] | None

@@ -26,6 +26,8 @@ _OWN_WAYS = {
     "gpt_neo": "cuts its own causal mask by the length of the cache, whatever mask it is given",
     "xlm": "takes no explicit 4-D mask",
 }
+# Their hidden states are not one per layer of [batch, time, hidden].
+_ODD_STATES = {"gemma3n", "gemma3n_text", "longcat_flash"}
 _ALWAYS_CAUSAL = {"gpt_neox", "gpt_neox_japanese"}  # whatever their is_decoder says
 _ALIBI = {"bloom", "mpt", "mpt-7b"}
 # Without a mask these read or build one from the text, on the host; opt with older transformers.
@@ -130,6 +132,7 @@ class Target:
         the right needs no mask under causal attention, and without one attention takes its fastest kernel; what
         stands at padding is meaningless.
         """
+        self.refuse_odd_states()
         output = self.model.base_model(
             input_ids=tokens,
             use_cache=False,
@@ -138,6 +141,14 @@ class Target:
         )
         states = output.hidden_states
         return torch.cat([states[layer] for layer in layers], dim=-1) if layers else states[-1][..., :0], states[-1]
+
+    def refuse_odd_states(self) -> None:
+        """ValueError for a model whose hidden states neither a drafter nor the caller can be given."""
+        if self.config.model_type in _ODD_STATES:
+            raise ValueError(
+                f"the hidden states of {self.config.model_type} are of a shape of their own: output_hidden_states and "
+                "drafters that read them (eagle, medusa) are not supported; take 'ngram' or a draft model"
+            )
 
     def embed(self, tokens: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:
         """The target's input embeddings, lent."""

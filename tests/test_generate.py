@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -167,6 +168,16 @@ def test_a_seed_keeps_the_global_random_state_untouched():
     one = selfdraft.generate(SAMPLED.model, **settings, **seeded("T1"))
     assert torch.get_rng_state().equal(before)
     same_tokens(selfdraft.generate(SAMPLED.model, **settings, **seeded("T1")), one)
+
+
+def test_a_seed_may_be_a_number_of_numpy_or_torch():
+    settings = {**SAMPLED.inputs, "max_new_tokens": 8, "do_sample": True}
+    wanted = selfdraft.generate(SAMPLED.model, **settings, seed=3)
+    for seed in (np.int64(3), torch.tensor(3)):
+        assert selfdraft.generate(SAMPLED.model, **settings, seed=seed).equal(wanted)
+    rows = len(wanted)
+    for seeds in (np.arange(3, 3 + rows), torch.arange(3, 3 + rows), list(np.arange(3, 3 + rows))):
+        assert selfdraft.generate(SAMPLED.model, **settings, seed=seeds).equal(wanted)
 
 
 def test_without_a_seed_torchs_own_decides():

@@ -1,9 +1,12 @@
 """How long a drafter is asked whose drafts are never kept, and whether it finds its place when it is asked again."""
 
+import warnings
+
 import pytest
+from transformers import LogitsProcessor
 
 import selfdraft
-from selfdraft.planner import FAILURES, FIRST_PAUSE
+from selfdraft.planner import FAILURES, FIRST_PAUSE, LONGEST_PAUSE
 from tests.contract.arms import LENGTHS, Case, arms, seeded
 from tests.models import tiny
 from tests.scripted import Anti, Passing, Rounds, texts_of
@@ -57,10 +60,41 @@ def test_a_drafter_of_no_use_drafts_in_a_twentieth_of_the_rounds_and_as_often_as
     settings = {**case.inputs, "max_new_tokens": 201, "do_sample": False, "return_dict_in_generate": True}
     plain = selfdraft.generate(case.model, **settings)
     anti = Anti(texts_of(case.inputs, plain.sequences), VOCAB)
-    for plan, most in ((None, FAILURES + 3), (anti.plan, 199)):
+    for plan, most in ((None, FAILURES + 4), (anti.plan, 199)):
         stats = selfdraft.generate(case.model, **settings, drafter=anti, plan=plan).stats
         assert stats.rounds == 200
         assert stats.drafted[0] == most
+
+
+def test_a_pause_costs_nothing_where_the_text_is_read_and_does_not_bring_the_draft_models_limit_nearer():
+    """Rounds without a draft are those of plain decoding: one call of the processors each, and no more text to read
+    afterwards than was decided."""
+    case = Case("llama", "sdpa", "greedy", 1)
+    calls = []
+
+    class Reading(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            calls.append(input_ids.shape[1])
+            return scores
+
+    draft = ARMS["copy"](case)
+    draft.model.config.max_position_embeddings = 300
+    settings = {"max_new_tokens": 200, "do_sample": False, "return_dict_in_generate": True, "repetition_penalty": 1.05}
+    plain = selfdraft.generate(case.model, **case.inputs, **settings)
+    wrong = Late(draft, texts_of(case.inputs, plain.sequences), ENDLESS)
+    rows = []
+    head = draft.model.get_output_embeddings()
+    handle = head.register_forward_hook(lambda module, given, output: rows.append(output.shape[1]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output = selfdraft.generate(case.model, **case.inputs, **settings, drafter=wrong)
+    handle.remove()
+    assert output.sequences.equal(plain.sequences)
+    assert wrong.rounds == FAILURES + 4
+    assert max(rows) <= LONGEST_PAUSE + 1 + draft.plan.depth
+    settings.pop("repetition_penalty")
+    selfdraft.generate(case.model, **case.inputs, **settings, logits_processor=[Reading()], drafter=wrong)
+    assert calls == list(range(calls[0], calls[0] + 200))
 
 
 def test_a_drafter_that_is_right_now_and_then_is_never_paused():

@@ -4,17 +4,28 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate import Accelerator
 from data import Conversations
 from recipe import Recipe, leaves
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 KEPT_CHECKPOINTS = 2
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 # What may differ when a training is resumed.
 FREE_SETTINGS = {"output_dir", "eval", "save_every", "log_with", "compile", "threads"}
 
@@ -57,9 +68,21 @@ def read_state(checkpoint: Path, settings: dict, processes: int) -> dict:
     return state
 
 
-def save_checkpoint(accelerator: Accelerator, folder: Path, state: dict) -> None:
-    """Writes all that a resume needs beside the older checkpoints, then gives it its name, then drops the oldest."""
+def save_checkpoint(
+    accelerator: Accelerator,
+    folder: Path,
+    state: dict,
+    weights: dict[str, Tensor],
+    drafter: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+) -> None:
+    """Writes all that a resume needs beside the older checkpoints, then gives it its name, then drops the oldest.
+
+    Weights and optimizers are written whole, whatever share of them each process holds; the random states of every
+    process are its own.
+    """
     partial, final = folder / f".partial-{state['step']}", folder / f"step-{state['step']}"
+    moments = get_optimizer_state_dict(drafter, optimizers, options=WHOLE)
     with saving(final):
         if accelerator.is_main_process:
             for stale in folder.glob(".partial-*"):
@@ -67,8 +90,10 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, state: dict) -> None
             partial.mkdir(parents=True)
         accelerator.wait_for_everyone()
         try:
-            accelerator.save_state(str(partial))
+            torch.save(random_states(), partial / f"random_{accelerator.process_index}.pt")
             if accelerator.is_main_process:
+                save_file(weights, partial / "model.safetensors")
+                torch.save(moments, partial / "optimizers.pt")
                 (partial / "state.json").write_text(json.dumps(state, indent=2))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -80,6 +105,31 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, state: dict) -> None
             for old in sorted(folder.glob("step-*"), key=lambda path: int(path.name[5:]))[:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old)
         accelerator.wait_for_everyone()
+
+
+def load_weights(checkpoint: Path, drafter: nn.Module) -> None:
+    """Before the drafter is given to accelerate, which may share it out."""
+    drafter.load_state_dict(load_file(checkpoint / "model.safetensors"))
+
+
+def load_optimizers(
+    checkpoint: Path, drafter: nn.Module, optimizers: list[torch.optim.Optimizer], process: int
+) -> None:
+    """After the drafter was given to accelerate. Random states come last: nothing is drawn between here and the next
+    step."""
+    moments = torch.load(checkpoint / "optimizers.pt", map_location="cpu")
+    set_optimizer_state_dict(drafter, optimizers, moments, options=WHOLE)
+    states = torch.load(checkpoint / f"random_{process}.pt", weights_only=False)
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def random_states() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
 
 
 def flush_to_disk(folder: Path) -> None:

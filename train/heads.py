@@ -26,7 +26,15 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from checkpoints import fixed_settings, newest_checkpoint, read_state, save_checkpoint, saving
+from checkpoints import (
+    fixed_settings,
+    load_optimizers,
+    load_weights,
+    newest_checkpoint,
+    read_state,
+    save_checkpoint,
+    saving,
+)
 from data import Conversations, collate, plan_epoch, read_conversations, share_step
 from features import live_features
 from guards import check_features, describe_mask, probe
@@ -59,7 +67,7 @@ def main(arguments: list[str]) -> None:
     )
     use_cores(recipe.threads, accelerator)
     say = console.print if accelerator.is_main_process else lambda *_: None
-    set_seed(recipe.seed, device_specific=True)
+    set_seed(recipe.seed)  # all processes begin with the same weights
 
     # The target is only read: no gradients, its own dtype.
     model, tokenizer = load_target(recipe.target)
@@ -98,6 +106,8 @@ def main(arguments: list[str]) -> None:
         copy_weights(drafter, recipe.start_from, model)
     elif state is None:
         drafter.start(conversations.answer_counts(target.vocab_size).to(accelerator.device))
+    if checkpoint:
+        load_weights(checkpoint, drafter)
     trainable = sum(weight.numel() for weight in drafter.parameters() if weight.requires_grad)
     say(f"drafter: {recipe.drafter} with {trainable:,} weights; {len(plan):,} steps; {torch.get_num_threads()} threads")
 
@@ -109,9 +119,11 @@ def main(arguments: list[str]) -> None:
                 say(probe(drafter, target, conversations, partial(make_optimizers, recipe.optim, target.vocab_size)))
 
     optimizers = make_optimizers(recipe.optim, target.vocab_size, drafter)
-    model_to_train, *optimizers = accelerator.prepare(drafter, *optimizers)
+    model_to_train, *_ = accelerator.prepare(
+        drafter, *optimizers
+    )  # sharded, the optimizers hold the shares from here on
     if checkpoint:
-        accelerator.load_state(str(checkpoint))
+        load_optimizers(checkpoint, drafter, optimizers, accelerator.process_index)
         say(f"resuming after step {done} from {checkpoint}")
     start_logging(accelerator, recipe, model_config, output, done)
     best = best_so_far(output) if accelerator.is_main_process else 0.0
@@ -154,19 +166,22 @@ def main(arguments: list[str]) -> None:
                 at_end = step + 1 == len(plan)
                 if (step + 1) % TRIM_EVERY == 0:
                     release_memory()
-                if (step + 1) % recipe.eval.every == 0 or at_end:
+                measures = (step + 1) % recipe.eval.every == 0 or at_end
+                saves = (step + 1) % recipe.save_every == 0 or at_end
+                weights = {}
+                if measures or saves:
                     weights = {name: whole(weight) for name, weight in drafter.state_dict().items()}
-                    if accelerator.is_main_process:
-                        measured = keep_if_best(weights, drafter.config, target, held_out, recipe, output, best)
-                        if measured:
-                            best = max(best, measured["tokens_per_round"])
-                            log(accelerator, output, step + 1, measured)
-                            say(f"step {step + 1}: " + describe(measured))
-                    accelerator.wait_for_everyone()
-                if (step + 1) % recipe.save_every == 0 or at_end:
+                if measures and accelerator.is_main_process:
+                    measured = keep_if_best(weights, drafter.config, target, held_out, recipe, output, best)
+                    if measured:
+                        best = max(best, measured["tokens_per_round"])
+                        log(accelerator, output, step + 1, measured)
+                        say(f"step {step + 1}: " + describe(measured))
+                accelerator.wait_for_everyone()
+                if saves:
                     state = {"step": step + 1, "settings": settings, "processes": accelerator.num_processes}
                     state["drafter_config"] = asdict(drafter.config)
-                    save_checkpoint(accelerator, output / "checkpoints", state)
+                    save_checkpoint(accelerator, output / "checkpoints", state, weights, drafter, optimizers)
                     newest = step + 1
     except KeyboardInterrupt:
         say(

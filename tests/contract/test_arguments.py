@@ -204,6 +204,23 @@ def test_scores_logits_and_hidden_states_are_those_of_transformers(rows, plan, s
                 torch.testing.assert_close(layer, other, atol=1e-3, rtol=1e-4)
 
 
+def test_hidden_states_of_the_prompt_stand_where_its_tokens_do():
+    """Also where padding stands on the right, or in the middle."""
+    case = CASES["three rows"]
+    ids, mask = torch.randint(3, 128, (3, 9)), torch.ones(3, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    mask[2, 3] = 0
+    wanted: dict[str, Any] = {"output_hidden_states": True, "return_dict_in_generate": True, "max_new_tokens": 2}
+    ours = selfdraft.generate(case.model, ids, attention_mask=mask, **wanted, **GREEDY).hidden_states[0]
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    with torch.no_grad():
+        reference = case.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, output_hidden_states=True
+        ).hidden_states
+    for layer, other in zip(ours, reference, strict=True):
+        torch.testing.assert_close(layer[mask.bool()], other[mask.bool()], atol=1e-3, rtol=1e-4)
+
+
 def test_entries_end_with_the_row_that_is_longest():
     case = CASES["three rows"]
     eos = [int(token) for token in (plain(case)[0, -20], plain(case)[1, -12], plain(case)[2, -5])]

@@ -1,6 +1,8 @@
 """What cannot be honoured is refused by one ValueError, before the model runs."""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from transformers import (
 )
 
 import selfdraft
+from selfdraft.checkpoint import drafter_class
+from selfdraft.target import Target
 from tests.contract.arms import GREEDY, Case
+from tests.models import prompts, tiny
 
 CASE = Case("llama", "sdpa", "greedy", 3)
 _SMALL = {
@@ -142,8 +147,12 @@ def test_a_filled_cache_is_refused():
     with torch.no_grad():
         CASE.model(input_ids=inputs["input_ids"][:, :-1], use_cache=True, **{name: cache})
     assert cache.get_seq_length() == 13
-    with pytest.raises(ValueError, match="filled cache"):
+    with pytest.raises(ValueError, match=f"{name}: .* own cache"):
         selfdraft.generate(CASE.model, **inputs, **{name: cache}, max_new_tokens=8, **GREEDY)
+    with pytest.raises(ValueError, match="filled cache"):
+        CASE.model.generate(**inputs, **{name: cache}, max_new_tokens=8, custom_generate=selfdraft.decode, **GREEDY)
+    with pytest.raises(ValueError, match=name):  # nothing would be put into it
+        selfdraft.generate(CASE.model, **CASE.inputs, **{name: DynamicCache()}, max_new_tokens=8, **GREEDY)
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (0, 4), (4,)], ids=str)
@@ -157,6 +166,69 @@ def test_a_row_of_padding_alone_is_refused(model):
     mask[1] = 0
     with pytest.raises(ValueError, match="row 1"):
         selfdraft.generate(model, CASE.inputs["input_ids"], attention_mask=mask, max_new_tokens=4, **GREEDY)
+
+
+@pytest.mark.parametrize("seed", [2**63 - 2, -(2**63) - 1, [1, 2, 2**63]])
+def test_a_seed_of_more_than_64_bits_is_refused(seed, model):
+    with pytest.raises(ValueError, match="64 bits"):
+        selfdraft.generate(model, **CASE.inputs, seed=seed, do_sample=True, max_new_tokens=4)
+
+
+def test_arguments_of_a_wrong_type_are_refused_by_name():
+    """In a process of its own: here a checker of types would speak first."""
+    code = """
+import torch, selfdraft
+from transformers import AutoModelForCausalLM, LlamaConfig
+small = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+model = AutoModelForCausalLM.from_config(LlamaConfig(**small))
+def never(*args, **kwargs): raise SystemExit('the model ran')
+model.forward = never
+class Streamer:
+    def put(self, value): pass
+    def end(self): print("ended", end=" ")
+for wrong in ({"plan": 4}, {"drafter": 5}, {"seed": 1.5}, {"seed": [1.0]}, {"seed": "7"}, {"width": 3}):
+    try:
+        selfdraft.generate(model, torch.tensor([[5]]), streamer=Streamer(), do_sample=True, max_new_tokens=4, **wrong)
+    except ValueError as error:
+        print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    expected = [
+        "plan=4 is no Plan",
+        "drafter=5 is no drafter",
+        "seed=1.5: ",
+        "seed=[1.0]: ",
+        "seed='7': ",
+        "width is 'fixed'",
+    ]
+    assert [line[: len("ended " + start)] for line, start in zip(said, expected, strict=True)] == [
+        f"ended {start}" for start in expected
+    ]
+
+
+@pytest.mark.parametrize("time", [9, 15])
+def test_a_mask_of_another_length_is_refused(time, model):
+    with pytest.raises(ValueError, match="attention_mask"):
+        selfdraft.generate(
+            model, CASE.inputs["input_ids"], attention_mask=torch.ones(3, time), max_new_tokens=4, **GREEDY
+        )
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "longcat_flash"])
+def test_hidden_states_of_an_odd_shape_are_refused_by_name(family, monkeypatch):
+    model, inputs = tiny(family), prompts((7,))
+    selfdraft.generate(model, **inputs, drafter="ngram", max_new_tokens=2, **GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", never, raising=False)
+        with pytest.raises(ValueError, match=f"hidden states of {family}"):
+            wanted = {"output_hidden_states": True, "return_dict_in_generate": True}
+            selfdraft.generate(model, **inputs, **wanted, max_new_tokens=4, **GREEDY)
+        medusa = drafter_class("medusa")
+        with pytest.raises(ValueError, match=f"hidden states of {family}"):
+            drafter = medusa(medusa.config_class(), Target(model))
+            selfdraft.generate(model, **inputs, drafter=drafter, max_new_tokens=4, **GREEDY)
+    with pytest.raises(ValueError, match=f"hidden states of {family}"):
+        Target(model).encode(inputs["input_ids"], (-1,))
 
 
 def test_seeds_that_are_not_one_per_row_are_refused(model):

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import EosTokenCriteria
 
 import selfdraft
 from selfdraft import Plan
@@ -30,6 +32,60 @@ def test_an_eos_anywhere_in_a_run_ends_the_text(name, index):
     same_tokens(ours.sequences, ONE.model.generate(**ONE.inputs, **settings))
     assert int(ours.sequences[0, -1]) == eos
     assert ours.stats.new_tokens == ours.sequences.shape[1] - LENGTHS[1][0]
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.tensor, np.int64, np.array, lambda eos: (eos, eos), lambda eos: torch.tensor([eos])]
+)
+def test_end_tokens_of_any_kind_end_the_text(kind):
+    settings: dict[str, Any] = {"eos_token_id": kind(int(plain(ONE)[0, -12])), "max_new_tokens": NEW, **GREEDY}
+    reference = ONE.model.generate(**ONE.inputs, **settings)
+    assert reference.shape[1] < plain(ONE).shape[1]
+    same_tokens(
+        selfdraft.generate(ONE.model, **ONE.inputs, drafter=ARMS["copy"](ONE), plan=DEEP, **settings), reference
+    )
+
+
+def test_rows_are_padded_when_a_criterion_has_end_tokens():
+    """transformers asks whether one has the attribute, whatever it is."""
+
+    class Own(EosTokenCriteria):
+        pass
+
+    new = plain(THREE)[:, LENGTHS[3][-1] :].tolist()
+    settings: dict[str, Any] = {
+        "stopping_criteria": [Own(eos_token_id=[new[0][3], new[1][8], new[2][6]])], "pad_token_id": 0,
+        "max_new_tokens": NEW, **GREEDY,
+    }  # fmt: skip
+    reference = THREE.model.generate(**THREE.inputs, **settings)
+    assert (reference[:, -1] == 0).any()
+    same_tokens(selfdraft.generate(THREE.model, **THREE.inputs, drafter=ARMS["copy"](THREE), **settings), reference)
+
+
+@pytest.mark.parametrize("name", ["copy", "ngram", "eagle-untrained"])
+def test_a_prompt_of_32_bit_numbers_is_a_prompt(name):
+    inputs = {**ONE.inputs, "input_ids": ONE.inputs["input_ids"].int()}
+    ours = selfdraft.generate(ONE.model, **inputs, drafter=ARMS[name](ONE), max_new_tokens=NEW, **GREEDY)
+    same_tokens(ours, ONE.model.generate(**inputs, max_new_tokens=NEW, **GREEDY))
+
+
+def test_a_number_of_tokens_may_be_written_as_a_float():
+    settings: dict[str, Any] = {"max_new_tokens": 9.0, **GREEDY}
+    reference = ONE.model.generate(**ONE.inputs, **settings)
+    same_tokens(selfdraft.generate(ONE.model, **ONE.inputs, drafter="ngram", **settings), reference)
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE, Plan(0)], ids=["chain", "tree", "plain"])
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+def test_nothing_left_to_sample_from_is_an_error_as_in_transformers(plan, penalty):
+    settings: dict[str, Any] = {
+        "suppress_tokens": list(range(ONE.model.config.vocab_size)), "do_sample": True, "max_new_tokens": 4,
+        "repetition_penalty": penalty,
+    }  # fmt: skip
+    with pytest.raises(RuntimeError):
+        ONE.model.generate(**ONE.inputs, **settings)
+    with pytest.raises(RuntimeError, match="nothing to sample from"):
+        selfdraft.generate(ONE.model, **ONE.inputs, drafter="ngram", plan=plan, seed=1, **settings)
 
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
