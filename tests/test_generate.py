@@ -1,18 +1,20 @@
 """generate(): called in every way that transformers' own is, it answers in the same way and leaves nothing behind."""
 
 import copy
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TextIteratorStreamer, TextStreamer
 
 import selfdraft
 from selfdraft import Plan
 from tests.contract.arms import GREEDY, NEW, Case, arms, plain, seeded
 from tests.contract.checks import same_tokens
 from tests.models import prompts
+from tests.scripted import Script, texts_of
 
 ARMS = arms()
 CASE = Case("llama", "sdpa", "greedy", 3)
@@ -130,6 +132,30 @@ def test_a_streamer_hears_every_token_once_and_in_order(name):
     ids = selfdraft.generate(ONE.model, **settings, drafter=drafter, plan=Plan(8), streamer=ours)
     assert ours.tokens == reference.tokens == ids[0].tolist()
     assert (ours.puts, ours.ends) == (reference.puts, reference.ends)
+
+
+@pytest.mark.parametrize("skip_prompt", [True, False])
+def test_transformers_own_streamers_give_the_text_of_plain_decoding(skip_prompt, smollm2, capsys):
+    """The answer is a row of emoji of several tokens each, and none of them is torn apart."""
+    model, tokenizer = copy.deepcopy(smollm2[0]).float(), smollm2[1]
+    chat = [{"role": "user", "content": "Say hello in three languages."}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    settings: dict[str, Any] = {"max_new_tokens": 24, **ids.to(model.device), **GREEDY}
+    sequences = selfdraft.generate(model, **settings)
+    start = settings["input_ids"].shape[1] if skip_prompt else 0
+    expected = tokenizer.decode(sequences[0, start:])
+    for depth in (1, 3, 8):
+        script = Script(texts_of(settings, sequences), [3, 0, 1, 5], model.config.vocab_size, Plan(depth))
+        printed = TextStreamer(tokenizer, skip_prompt=skip_prompt)
+        assert selfdraft.generate(model, **settings, drafter=script, streamer=printed).equal(sequences)
+        assert capsys.readouterr().out == expected + "\n"
+        pieces = TextIteratorStreamer(tokenizer, skip_prompt=skip_prompt)
+        thread = threading.Thread(
+            target=selfdraft.generate, args=(model,), kwargs=settings | {"drafter": script, "streamer": pieces}
+        )
+        thread.start()
+        assert "".join(pieces) == expected
+        thread.join()
 
 
 def test_a_streamer_takes_one_row_only():

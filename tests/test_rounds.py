@@ -4,6 +4,7 @@ A read is whatever makes the host wait for the device. Some go through torch's d
 others are methods of Tensor, which are counted as they are called.
 """
 
+import inspect
 from collections import Counter
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import selfdraft
 from selfdraft import Plan
 from selfdraft.target import Target
-from tests.contract.arms import NEW, Case, arms, seeded
+from tests.contract.arms import GREEDY, NEW, Case, arms, seeded
 from tests.models import FAMILIES, prompts
 
 ARMS = arms()
@@ -104,6 +105,19 @@ def test_a_round_reads_once_from_the_device(name, policy, plan, monkeypatch):
     assert long_rounds > short_rounds
     assert long - short == {"tolist": long_rounds - short_rounds}
     assert not short - long
+
+
+@pytest.mark.parametrize("plan", [Plan(3), Plan(3, 3, 9)], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", [None, "anti", "copy", "medusa-untrained", "eagle-trained"])
+def test_a_round_is_one_pass_of_the_target_and_the_prompt_another(name, plan, monkeypatch):
+    case = Case("llama", "sdpa", "greedy", 1)
+    drafter, passes = None if name is None else ARMS[name](case), []
+    forward = type(case.model).forward
+    monkeypatch.setattr(case.model, "forward", lambda *args, **kw: passes.append(1) or forward(case.model, *args, **kw))
+    monkeypatch.setattr(case.model.forward, "__signature__", inspect.signature(forward), raising=False)
+    settings = {"max_new_tokens": NEW, "return_dict_in_generate": True, **GREEDY}
+    output = selfdraft.generate(case.model, **case.inputs, drafter=drafter, plan=plan, **settings)
+    assert len(passes) == output.stats.rounds + 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

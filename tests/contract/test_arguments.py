@@ -468,6 +468,29 @@ def test_a_streamer_is_bound_to_the_loop_inside_transformers():
     assert heard == ids[0, case.inputs["input_ids"].shape[1] :].tolist()
 
 
+@pytest.mark.parametrize("drafter", ["copy", "noisy", "ngram", "eagle-trained", "medusa-trained"])
+@pytest.mark.parametrize("first", range(4))
+def test_a_stop_string_may_end_inside_a_token(drafter, first):
+    """Tokens of three letters, and strings that begin and end anywhere in them."""
+    case = CASES["one row"]
+    vocabulary = {f"{chr(97 + i % 26)}{chr(97 + i // 26)}{chr(97 + i % 7)}": i for i in range(VOCAB)}
+    letter = {chr(97 + i): VOCAB + i for i in range(26)}  # for texts that are encoded
+    inner = Tokenizer(WordLevel(vocabulary | letter, unk_token="a"))
+    inner.pre_tokenizer = Split("", "isolated")
+    inner.decoder = Fuse()
+    words = {index: word for word, index in vocabulary.items()}
+    text = "".join(words[token] for token in plain(case)[0, case.inputs["input_ids"].shape[1] :].tolist())
+    wanted: dict[str, Any] = {
+        **case.inputs, "max_new_tokens": NEW, "stop_strings": [text[10 + first : 15 + first]],
+        "tokenizer": PreTrainedTokenizerFast(tokenizer_object=inner), "output_scores": True,
+        "output_hidden_states": True, "return_dict_in_generate": True, **GREEDY,
+    }  # fmt: skip
+    reference = case.model.generate(**wanted)
+    ours = selfdraft.generate(case.model, **wanted, drafter=ARMS[drafter](case), plan=Plan(depth=8))
+    same_tokens(ours.sequences, reference.sequences)
+    assert len(ours.scores) == len(ours.hidden_states) == len(reference.scores) == ours.stats.new_tokens < NEW
+
+
 @pytest.mark.parametrize("drafter", ["copy", "noisy", "ngram"])
 def test_rows_that_end_without_end_tokens_go_on_until_all_have_ended_as_in_transformers(drafter):
     case = CASES["three rows"]
