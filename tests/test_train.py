@@ -19,7 +19,10 @@ import psutil
 import pytest
 import torch
 import yaml
+from accelerate.commands import launch
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 from torch import nn
 from tqdm import tqdm
@@ -295,34 +298,33 @@ def test_gradient_does_not_depend_on_accumulation_or_padding(recipe, monkeypatch
             assert close, (layout, name, (gradient - reference[name]).abs().max().item(), scale)
 
 
-# How two processes are started on CPUs; `accelerate launch` itself starts one there.
-LAUNCHERS = {
-    "ddp": ("train/heads.py", {}),
-    "fsdp2": (
-        "tests/fsdp_on_cpu.py",
-        {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"},
-    ),
-}
+def launch_environment(config: str) -> dict[str, str]:
+    """The variables by which `accelerate launch` tells a script what a file of configs/accelerate says."""
+    arguments = ["--config_file", f"configs/accelerate/{config}.yaml", "train/heads.py"]
+    parsed, _, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(arguments))
+    given = prepare_multi_gpu_env(parsed)
+    return {name: value for name, value in given.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
 
 
-def start_two(output: Path, launcher: str, *more: str) -> subprocess.Popen:
-    script, settings = LAUNCHERS[launcher]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", script]
+def start_two(output: Path, config: str, *more: str) -> subprocess.Popen:
+    """On CPUs, where `accelerate launch` itself would start one process, and knows no FSDP."""
+    script = "tests/fsdp_on_cpu.py" if config == "fsdp2" else "train/heads.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", script]
     command += ["--config", "configs/tiny_eagle3.yaml", "--output_dir", str(output), *more]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"} | settings
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | launch_environment(config) | {"ACCELERATE_USE_CPU": "true"}
     return subprocess.Popen(
         command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_processes_train_like_one_and_resume_exactly(tmp_path, launcher):
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_two_processes_train_like_one_and_resume_exactly(tmp_path, config):
     """Gradients are summed over both, also where a step takes several passes; what is saved is whole and saved once."""
     more = ["--mixed_precision", "no", "--max_steps", "6", "--save_every", "2", "--data.forward_tokens", "96", *ALONE]
     one = train(tmp_path / "one", *more)
     two, killed = tmp_path / "two", tmp_path / "killed"
-    straight = start_two(two, launcher, *more)
+    straight = start_two(two, config, *more)
     said = straight.communicate(timeout=300)[0]
     assert straight.returncode == 0, said
     for ours, reference in zip(records(two), records(one), strict=True):
@@ -336,14 +338,14 @@ def test_two_processes_train_like_one_and_resume_exactly(tmp_path, launcher):
     for name, value in ours.items():
         torch.testing.assert_close(value.float(), reference[name].float(), rtol=1e-2, atol=1e-3)
 
-    with start_two(killed, launcher, *more) as process:
+    with start_two(killed, config, *more) as process:
         while not (killed / "checkpoints" / "step-2").exists():
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.005)
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()
     assert heads.newest_checkpoint(killed / "checkpoints").name != "step-6", "over before it was killed"
-    again = start_two(killed, launcher, *more)
+    again = start_two(killed, config, *more)
     said = again.communicate(timeout=300)[0]
     assert again.returncode == 0 and "resuming after step" in said, said
     assert_same_training(killed, two)
@@ -562,6 +564,12 @@ def test_wandb_gets_every_step_in_one_run(tmp_path, toy, monkeypatch):
     train_toy(tmp_path, "--log_with", "wandb")
     assert [step for step, _ in steps] == [*range(1, 8), *range(6, 21)]
     assert runs[0]["id"] == runs[1]["id"] and runs[1]["resume"] == "allow"
+
+
+def test_deepspeed_is_refused_with_what_does_the_same(tmp_path, toy, monkeypatch):
+    monkeypatch.setattr(heads.Accelerator, "distributed_type", DistributedType.DEEPSPEED)
+    with pytest.raises(ValueError, match="configs/accelerate/fsdp2.yaml"):
+        train_toy(tmp_path)
 
 
 def test_missing_wandb_is_one_clear_error(tmp_path, toy, monkeypatch):

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from checkpoints import (
     fixed_settings,
     load_optimizers,
@@ -65,6 +65,11 @@ def main(arguments: list[str]) -> None:
         log_with=None if recipe.log_with == "none" else recipe.log_with,
         project_dir=output,
     )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError(
+            "training under DeepSpeed is not supported: it steps one optimizer inside its backward pass; "
+            "to share a drafter out among processes take --config_file configs/accelerate/fsdp2.yaml"
+        )
     use_cores(recipe.threads, accelerator)
     say = console.print if accelerator.is_main_process else lambda *_: None
     set_seed(recipe.seed)  # all processes begin with the same weights
