@@ -18,7 +18,7 @@ from selfdraft.cache import SlotCache
 from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum, Observed
 from selfdraft.drafters.growth import Levels, grow
-from selfdraft.losses import soft_cross_entropy
+from selfdraft.losses import Loss, refuse_unknown, vocabulary_loss
 from selfdraft.planner import Plan
 from selfdraft.sampling import Noise
 from selfdraft.target import Target, prompt_parts, stored_weight
@@ -49,12 +49,18 @@ class DraftModelConfig:
     """Its Hugging Face config, `model_type` included; `vocab_size` is the target's where it is not given."""
     draft_vocab_size: int = 0
     """How many of the most frequent answer tokens it knows; 0 for the vocabulary of `model`."""
+    loss: Loss = "soft"
+    """Training: what is minimised, `soft` (forward KL from the target), `hard` (the answer's own tokens), `reverse_kl`,
+    `total_variation`, `log_acceptance` or `lk`; see docs/training.md."""
     depth: int = 5
     """Draft: levels of the tree."""
     width: int = 1
     """Draft: nodes expanded per level, and children of each; 1 is a chain."""
     nodes: int = 5
     """Draft: nodes that are sent to the target."""
+
+    def __post_init__(self) -> None:
+        refuse_unknown(self.loss)
 
     def resolved(self, target: Target) -> "DraftModelConfig":
         """The same with the vocabulary's size written down."""
@@ -204,7 +210,7 @@ class DraftModel(nn.Module):
             logits, _ = draft.read(tokens[:, part], positions[:, part], end, begin, state.cache, logits_to_keep=1)
         return logits[:, 0]
 
-    def translate(self, tokens: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
+    def translate(self, tokens: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
         """The draft model's ids of the target's tokens; those that it does not know get a stand-in."""
         if self.ids is not None:
             return self.stand_ins[tokens]
@@ -248,9 +254,9 @@ class DraftModel(nn.Module):
             weight[:rows] = embedded[:rows] * (weight.std() / embedded.std())
 
     def forward(self, batch: FeatureBatch) -> LossSum:
-        """CE(target, draft model) of the next token, at answer tokens, over the tokens that both have.
+        """loss(target, draft model) of the next token, at answer tokens, over the tokens that both have.
 
-        The gradient is that of the forward KL(p || q). Answer tokens outside the draft vocabulary are left out, but
+        Answer tokens outside the draft vocabulary are left out, but
         counted, so that the loss is a mean per trained token for any vocabulary.
         """
         trained = batch.trained & batch.attention
@@ -265,7 +271,8 @@ class DraftModel(nn.Module):
         with torch.no_grad():
             logits = self.target.project(batch.hidden[rows, places - 1], self.ids)[:, : len(weight)]
             probs, best = logits.softmax(-1), logits.argmax(-1)
-        total, hits = soft_cross_entropy(hidden[rows, places - 1], weight, probs, best)
+        labels = self.translate(batch.tokens[rows, places])
+        total, hits = vocabulary_loss(self.config.loss, hidden[rows, places - 1], weight, probs, best, labels)
         return LossSum(total, trained.sum(), {"accuracy_1": (hits, wanted.sum())})
 
     loss = forward

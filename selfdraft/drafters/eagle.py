@@ -14,7 +14,7 @@ from selfdraft.cache import SlotCache
 from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum, Observed
 from selfdraft.drafters.growth import Levels, grow
-from selfdraft.losses import soft_cross_entropy
+from selfdraft.losses import Loss, refuse_unknown, vocabulary_loss
 from selfdraft.planner import Plan
 from selfdraft.sampling import Noise
 from selfdraft.target import Target, prompt_parts
@@ -49,12 +49,18 @@ class EagleConfig:
     """Training: drafted steps that each feed on their own output (the method's training-time test)."""
     decay: float = 0.8
     """Training: weight of step s is decay ** s."""
+    loss: Loss = "soft"
+    """Training: what is minimised, `soft` (forward KL from the target), `hard` (the answer's own tokens), `reverse_kl`,
+    `total_variation`, `log_acceptance` or `lk`; see docs/training.md."""
     depth: int = 5
     """Draft: levels of the tree."""
     width: int = 4
     """Draft: nodes expanded per level, and children of each; 1 is a chain."""
     nodes: int = 16
     """Draft: nodes that are sent to the target."""
+
+    def __post_init__(self) -> None:
+        refuse_unknown(self.loss)
 
     def resolved(self, target: Target) -> "EagleConfig":
         """The same with every 0 and () filled in from the target."""
@@ -302,7 +308,7 @@ class Eagle(nn.Module):
             self.lm_head.weight.copy_(self.target.head_weight()[chosen])
 
     def forward(self, batch: FeatureBatch) -> LossSum:
-        """Sum over steps s of decay^s * CE(target over the draft vocabulary, drafter), at answer tokens.
+        """Sum over steps s of decay^s * loss(target over the draft vocabulary, drafter), at answer tokens.
 
         Step s at position t reads the embedding of x_{t+1+s} and predicts x_{t+2+s}. It attends to the entries of
         step 0 up to t, which stand for the committed text, and to the own entries of steps 1..s at t, which stand
@@ -327,6 +333,7 @@ class Eagle(nn.Module):
             probs = self.target.project(target_hidden, self.ids).softmax(-1)
         likeliest = probs.float().argmax(dim=-1)
         draftable = vocabulary.among(self.ids, padded, self.target.vocab_size)
+        labels = vocabulary.places(self.ids, padded, self.target.vocab_size)
 
         total, count, metrics = hidden.new_zeros((), dtype=torch.float32), used.sum(), {}
         own_keys, own_values = [], []
@@ -345,11 +352,13 @@ class Eagle(nn.Module):
             reaches = torch.roll(place, -step, 1) == place + step
             wanted = used & reaches & (trained & draftable).gather(1, label_place)
             rows = wanted.flatten().nonzero().squeeze(1)
-            loss, hits = soft_cross_entropy(
+            loss, hits = vocabulary_loss(
+                self.config.loss,
                 self.norm(hidden.flatten(0, 1)[rows]),
                 self.lm_head.weight,
                 probs.flatten(0, 1)[rows + step],
                 likeliest.flatten()[rows + step],
+                labels.gather(1, label_place).flatten()[rows],
             )
             total = total + self.config.decay**step * loss
             metrics[f"accuracy_{step + 1}"] = (hits, wanted.sum())

@@ -27,6 +27,17 @@ def among(
     return known[tokens]
 
 
+def places(
+    ids: Int[Tensor, " draft_vocab"] | None, tokens: Int[Tensor, "*shape"], vocab_size: int
+) -> Int[Tensor, "*shape"]:
+    """The draft token that is each of the target's tokens; 0 for those that cannot be drafted (see `among`)."""
+    if ids is None:
+        return tokens
+    table = torch.zeros(vocab_size, dtype=torch.long, device=tokens.device)
+    table[ids] = torch.arange(len(ids), device=tokens.device)
+    return table[tokens]
+
+
 def are_valid(ids: Int[Tensor, " draft_vocab"], vocab_size: int) -> bool:
     """Whether every id is one of the target's, and none comes twice. Reads from the device."""
     return bool(ids.min() >= 0 and ids.max() < vocab_size and len(ids.unique()) == len(ids))
