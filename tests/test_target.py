@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import selfdraft
 from selfdraft.cache import SlotCache
 from selfdraft.target import Target
-from tests.models import EVERY, FAMILIES, prompts, row, tiny
+from tests.models import EVERY, FAMILIES, MORE_FAMILIES, prompts, row, tiny
 
 # Passes of different widths add up in another order; logits of these models are of size 10.
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
@@ -85,14 +85,16 @@ def test_plain_decoding_in_bfloat16_is_that_of_the_model_itself(family, batch):
     assert torch.equal(selfdraft.generate(model, **inputs, **settings), model.generate(**inputs, **settings))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_lent_head_turns_the_last_hidden_state_into_the_models_logits(family):
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+def test_the_lent_head_turns_the_stored_hidden_state_into_the_models_logits(family):
     """TR6: on the wrong side of the final norm, or without the soft cap, a drafter learns another head."""
-    model = tiny(family)
-    output = ordinary(model, prompts((12,))["input_ids"])
+    model, some = tiny(family), torch.arange(3, 128, 7)
+    ids = prompts((12,))["input_ids"]
+    expected = ordinary(model, ids).logits
     with torch.no_grad():
-        ours = Target(model).project(output.hidden_states[-1])
-    assert torch.allclose(ours, output.logits, **CLOSE)
+        _, hidden = Target(model).encode(ids, ())
+        assert torch.allclose(Target(model).project(hidden), expected, **CLOSE)
+        assert torch.allclose(Target(model).project(hidden, some), expected[..., some], **CLOSE)
 
 
 def test_the_window_covers_as_many_tokens_as_the_family_says():
