@@ -31,6 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "narrow": {"hidden_size": 48},
     "all": {"norm_output": True, "fc_norm": False, "input_norm": True, "layers": 3, "hidden_size": 48},
 }
+SAID = ["plain", "norm_output", "all"]  # each trains for some seconds
 
 
 def observed(text: Tensor, drafter: Eagle, length: int) -> Observed:
@@ -114,7 +115,7 @@ def test_a_live_cache_is_accepted_as_often_as_one_rebuilt_each_round(plan):
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", [SHAPES[name] for name in SAID], ids=SAID)
 def test_training_and_drafting_say_the_same_at_every_position_and_step(shape, monkeypatch):
     """TR1 and TR4: the unrolled steps of training are the levels of a draft, with the same features and positions.
 
@@ -126,7 +127,9 @@ def test_training_and_drafting_say_the_same_at_every_position_and_step(shape, mo
     everything = torch.ones_like(text, dtype=torch.bool)
     with torch.no_grad():
         batch = FeatureBatch(text, everything, everything, *target.encode(text, (2, 3)))
-    drafter = Eagle(EagleConfig(feature_layers=(2, 3), unroll=steps, **shape), target)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        drafter = Eagle(EagleConfig(feature_layers=(2, 3), unroll=steps, loss="hard", **shape), target)
     train(drafter, batch, steps=200)
     drafter.eval()
 
