@@ -163,9 +163,15 @@ def test_hard_labels_are_the_answers_own_tokens_and_not_the_targets_opinion(name
     last = int(batch.attention[0].sum()) - 1  # nothing reads the last token: it is a label only
     changed = batch.tokens.clone()
     changed[0, last] = next(int(each) for each in drafter.ids if each != changed[0, last])
-    before = drafter(batch).total
-    assert drafter(other).total == before
-    assert drafter(dataclasses.replace(batch, tokens=changed)).total != before
+
+    def of_tokens(some) -> Tensor:
+        """The loss without the distance to the target's hidden states, which EAGLE-1 adds to it."""
+        loss = drafter(some)
+        return loss.total - loss.metrics.get("distance", (0.0,))[0]
+
+    before = of_tokens(batch)
+    torch.testing.assert_close(of_tokens(other), before, rtol=1e-5, atol=1e-3)
+    assert (of_tokens(dataclasses.replace(batch, tokens=changed)) - before).abs() > 0.01
 
 
 @pytest.mark.parametrize("name", TRAINABLE)

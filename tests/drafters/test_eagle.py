@@ -14,6 +14,7 @@ from selfdraft.cache import SlotCache
 from selfdraft.drafters import eagle
 from selfdraft.drafters.base import FeatureBatch, Observed, TrainableDrafter
 from selfdraft.drafters.eagle import Eagle, EagleConfig, FirstLayer
+from selfdraft.drafters.growth import Levels
 from selfdraft.sampling import Noise
 from selfdraft.target import Target
 from tests.contract.arms import GREEDY, LENGTHS, NEW, Case, arms, own_answers, plain, train
@@ -31,7 +32,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "narrow": {"hidden_size": 48},
     "all": {"norm_output": True, "fc_norm": False, "input_norm": True, "layers": 3, "hidden_size": 48},
 }
-SAID = ["plain", "norm_output", "all"]  # each trains for some seconds
 
 
 def observed(text: Tensor, drafter: Eagle, length: int) -> Observed:
@@ -115,8 +115,7 @@ def test_a_live_cache_is_accepted_as_often_as_one_rebuilt_each_round(plan):
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("shape", [SHAPES[name] for name in SAID], ids=SAID)
-def test_training_and_drafting_say_the_same_at_every_position_and_step(shape, monkeypatch):
+def test_training_and_drafting_say_the_same_at_every_position_and_step(monkeypatch):
     """TR1 and TR4: the unrolled steps of training are the levels of a draft, with the same features and positions.
 
     A step of training reads the true tokens, a level of a draft its own: they are compared where these are equal.
@@ -129,7 +128,7 @@ def test_training_and_drafting_say_the_same_at_every_position_and_step(shape, mo
         batch = FeatureBatch(text, everything, everything, *target.encode(text, (2, 3)))
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        drafter = Eagle(EagleConfig(feature_layers=(2, 3), unroll=steps, loss="hard", **shape), target)
+        drafter = Eagle(EagleConfig(feature_layers=(2, 3), unroll=steps, loss="hard"), target)
     train(drafter, batch, steps=200)
     drafter.eval()
 
@@ -308,6 +307,39 @@ def test_the_shapes_have_the_tensors_of_the_public_checkpoints():
     narrow = shaped(SHAPES["narrow"]).state_dict()
     assert set(narrow) - plain_names == {"embed_proj.weight"} and narrow["embed_proj.weight"].shape == (48, 64)
     assert narrow["fc.weight"].shape == (48, 3 * 64) and narrow["lm_head.weight"].shape == (128, 48)
+
+
+@torch.no_grad()
+def drafted_along(drafter: Eagle, text: Tensor, length: int, steps: int) -> list[Tensor]:
+    """What the head reads after `length` committed tokens, and at every level of a chain that is the text itself."""
+    cache, seen = drafter.begin(1).cache, observed(text, drafter, length)
+    hidden = drafter.read(cache, seen, text[:, length])[:, -1:]
+    levels, read = Levels(cache, seen.lengths, length), [drafter.readout(hidden)[0, 0]]
+    for step in range(1, steps):
+        positions, visible, _ = levels.next(torch.zeros(1, 1, dtype=torch.long))
+        hidden = drafter.run(cache, text[:, length + step : length + step + 1], hidden, positions, visible)
+        read.append(drafter.readout(hidden)[0, 0])
+    return read
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_an_unrolled_step_of_training_is_a_level_of_a_draft_number_by_number(shape, monkeypatch):
+    """With weights that nothing was learnt with: a text known by heart would hide what is only a little wrong."""
+    drafter, text = shaped(shape, unroll=3).eval(), plain(Case("llama", "", "greedy", 1))
+    everything = torch.ones_like(text, dtype=torch.bool)
+    trained: list[Tensor] = []
+
+    def caught(loss, hidden, head, probs, best, labels):
+        trained.append(hidden)
+        return hidden.sum() * 0, (hidden[:, 0] * 0).long().sum()
+
+    monkeypatch.setattr(eagle, "vocabulary_loss", caught)
+    with torch.no_grad():
+        drafter(FeatureBatch(text, everything, everything, *drafter.target.encode(text, drafter.feature_layers)))
+    for place in (0, 5, 11):
+        drafted = drafted_along(drafter, text, place + 1, steps=3)
+        for step, reference in enumerate(drafted):
+            assert torch.allclose(trained[step][place], reference, atol=1e-4), (place, step)
 
 
 @pytest.mark.parametrize("plan", [Plan(4), Plan(3, 3)], ids=["chain", "tree"])
