@@ -291,7 +291,7 @@ def test_layers_that_do_not_exist_are_refused():
 def shaped(shape: dict[str, Any], **settings: Any) -> Eagle:
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        return Eagle(EagleConfig(feature_layers=(1, 2, 3), **shape, **settings), Target(tiny("llama")))
+        return Eagle(EagleConfig(feature_layers=(1, 2, 3), **shape, **settings), Target(tiny("llama", "")))
 
 
 def test_the_shapes_have_the_tensors_of_the_public_checkpoints():
