@@ -59,6 +59,7 @@ class Target:
         # Learned positions end where their table does; rotary ones go on.
         learned = getattr(self.config, "rope_parameters", None) is None
         self.position_limit: int | None = getattr(self.config, "max_position_embeddings", None) if learned else None
+        self.logit_scale = logit_scale(self.config)
         self.uncompiled = uncompiled(self.model)
         self._cache_name = "cache" if "cache" in arguments_of(type(self.model).forward) else "past_key_values"
 
@@ -136,11 +137,11 @@ class Target:
         output = self.model.base_model(
             input_ids=tokens,
             use_cache=False,
-            output_hidden_states=sorted({*layers, -1}),
+            output_hidden_states=sorted(set(layers)) or False,
             return_dict=True,
         )
-        states = output.hidden_states
-        return torch.cat([states[layer] for layer in layers], dim=-1) if layers else states[-1][..., :0], states[-1]
+        states, last = output.hidden_states, output.last_hidden_state
+        return torch.cat([states[layer] for layer in layers], dim=-1) if layers else last[..., :0], last
 
     def refuse_odd_states(self) -> None:
         """ValueError for a model whose hidden states neither a drafter nor the caller can be given."""
@@ -157,25 +158,28 @@ class Target:
     def project(
         self, hidden: Float[Tensor, "*shape hidden"], ids: Int[Tensor, " kept"] | None = None
     ) -> Float[Tensor, "*shape kept"]:
-        """The target's vocabulary projection (soft-capped where the family does so), lent; of the tokens `ids` alone
-        when given, which costs only as much as there are."""
+        """The target's vocabulary projection (scaled and soft-capped where the family does so), lent; of the tokens
+        `ids` alone when given, which costs only as much as there are."""
         head = self.model.get_output_embeddings()
         if ids is None:
             weight = stored_weight(head)
             logits = head(hidden.to(weight.dtype if weight.is_floating_point() else self.dtype))
         else:
-            weight, bias = self.head_weight(), getattr(head, "bias", None)
+            weight, bias = lent_weight(head).to(self.device), getattr(head, "bias", None)
             bias = None if bias is None else bias[ids]
             logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight[ids], bias)
+        logits = logits if self.logit_scale == 1 else logits * self.logit_scale
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def head_weight(self) -> Float[Tensor, "vocab hidden"]:
         """The weight of the target's vocabulary projection, lent, on the target's device.
 
-        It is the model's own tensor, but where that lies elsewhere, is offloaded or is quantized: then a copy.
+        It is the model's own tensor, but where that lies elsewhere, is offloaded or is quantized: then a copy. In the
+        families that scale their logits, a copy that is scaled.
         """
-        return lent_weight(self.model.get_output_embeddings()).to(self.device)
+        weight = lent_weight(self.model.get_output_embeddings()).to(self.device)
+        return weight if self.logit_scale == 1 else weight * self.logit_scale
 
     @property
     def layers(self) -> torch.nn.ModuleList:
@@ -222,6 +226,13 @@ def prompt_parts(length: int) -> list[slice]:
 def arguments_of(forward: Callable) -> set[str]:
     """What the forward of a class of models takes by name. (That of a model may have something around it.)"""
     return set(inspect.signature(forward).parameters)
+
+
+def logit_scale(config: Any) -> float:
+    """What a family multiplies its logits by (cohere, hyperclovax), or divides them by (granite and its kin)."""
+    scaling = getattr(config, "logits_scaling", None) or 1
+    divided = scaling if config.model_type.startswith("hyperclovax") else 1 / scaling
+    return getattr(config, "logit_scale", None) or divided
 
 
 def refuse(model: PreTrainedModel, config: Any) -> None:

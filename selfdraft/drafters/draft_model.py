@@ -18,7 +18,8 @@ from selfdraft.cache import SlotCache
 from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum, Observed
 from selfdraft.drafters.growth import Levels, grow
-from selfdraft.losses import soft_cross_entropy
+from selfdraft.drafters.shortening import copy_weights, shortened
+from selfdraft.losses import Loss, refuse_unknown, vocabulary_loss
 from selfdraft.planner import Plan
 from selfdraft.sampling import Noise
 from selfdraft.target import Target, prompt_parts, stored_weight
@@ -47,8 +48,13 @@ class DraftModelConfig:
 
     model: dict[str, Any] = field(default_factory=small_llama)
     """Its Hugging Face config, `model_type` included; `vocab_size` is the target's where it is not given."""
+    layers_of_target: tuple[int, ...] = ()
+    """Instead of `model`: the target itself with these of its layers only (0 is the first), which it starts from."""
     draft_vocab_size: int = 0
     """How many of the most frequent answer tokens it knows; 0 for the vocabulary of `model`."""
+    loss: Loss = "soft"
+    """Training: what is minimised, `soft` (forward KL from the target), `hard` (the answer's own tokens), `reverse_kl`,
+    `total_variation`, `log_acceptance` or `lk`; see docs/training.md."""
     depth: int = 5
     """Draft: levels of the tree."""
     width: int = 1
@@ -56,9 +62,16 @@ class DraftModelConfig:
     nodes: int = 5
     """Draft: nodes that are sent to the target."""
 
+    def __post_init__(self) -> None:
+        refuse_unknown(self.loss)
+        if self.layers_of_target and self.model not in ({}, small_llama()):
+            raise ValueError("layers_of_target takes its config from the target; leave out `model`")
+
     def resolved(self, target: Target) -> "DraftModelConfig":
         """The same with the vocabulary's size written down."""
         cut = min(self.draft_vocab_size, target.vocab_size)
+        if self.layers_of_target:
+            return replace(self, model={}, draft_vocab_size=cut)
         vocab = cut or self.model.get("vocab_size") or target.vocab_size
         return replace(self, model={**self.model, "vocab_size": vocab}, draft_vocab_size=cut)
 
@@ -84,7 +97,7 @@ class DraftModel(nn.Module):
         super().__init__()
         self.config = config = config.resolved(target)
         self.lend = lambda: target  # a function, so that the target is not a submodule, not saved and not copied
-        self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.model)) if model is None else model
+        self.model = fresh_model(config, target) if model is None else model
         if config.draft_vocab_size:
             # The target's token of every draft token, and the draft token that stands for every token of the target.
             self.register_buffer("draft_tokens", torch.arange(config.draft_vocab_size))
@@ -204,7 +217,7 @@ class DraftModel(nn.Module):
             logits, _ = draft.read(tokens[:, part], positions[:, part], end, begin, state.cache, logits_to_keep=1)
         return logits[:, 0]
 
-    def translate(self, tokens: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
+    def translate(self, tokens: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
         """The draft model's ids of the target's tokens; those that it does not know get a stand-in."""
         if self.ids is not None:
             return self.stand_ins[tokens]
@@ -222,13 +235,13 @@ class DraftModel(nn.Module):
 
         Where the draft model is narrower, they are the target's along its principal components; they are as large as
         they were. A token outside the draft vocabulary gets the stand-in whose embedding in the target is most like
-        its own. Raises ValueError for a field of the model's config that does not exist.
+        its own. With `layers_of_target` all weights start from the target's. Raises ValueError for a field of the
+        model's config that does not exist.
         """
-        refuse_unknown_fields(self.config.model)
+        if self.config.model:
+            refuse_unknown_fields(self.config.model)
         if getattr(self.model.get_output_embeddings(), "bias", None) is not None:
-            raise ValueError(
-                f"{self.config.model['model_type']} has a bias on its vocabulary, which is not trained here"
-            )
+            raise ValueError(f"{self.model.config.model_type} has a bias on its vocabulary, which is not trained here")
         weight = self.model.get_input_embeddings().weight
         everything = torch.arange(self.target.vocab_size, device=weight.device)
         embedded = self.target.embed(everything).float()
@@ -240,17 +253,18 @@ class DraftModel(nn.Module):
             self.stand_ins.copy_(torch.cat(nearest))
             self.stand_ins[self.ids] = torch.arange(len(self.ids), device=weight.device)
             embedded = embedded[self.ids]
+        if self.config.layers_of_target:
+            return copy_weights(self.model, self.target, self.config.layers_of_target, self.ids)
         rows = min(len(embedded), len(weight))
         if weight.shape[1] < embedded.shape[1]:
-            axes = torch.linalg.eigh(embedded.T @ embedded).eigenvectors  # in ascending order of their energy
-            embedded = embedded @ axes[:, -weight.shape[1] :]
+            embedded = embedded @ vocabulary.main_directions(embedded, weight.shape[1])
         if weight.shape[1] == embedded.shape[1]:
             weight[:rows] = embedded[:rows] * (weight.std() / embedded.std())
 
     def forward(self, batch: FeatureBatch) -> LossSum:
-        """CE(target, draft model) of the next token, at answer tokens, over the tokens that both have.
+        """loss(target, draft model) of the next token, at answer tokens, over the tokens that both have.
 
-        The gradient is that of the forward KL(p || q). Answer tokens outside the draft vocabulary are left out, but
+        Answer tokens outside the draft vocabulary are left out, but
         counted, so that the loss is a mean per trained token for any vocabulary.
         """
         trained = batch.trained & batch.attention
@@ -265,10 +279,18 @@ class DraftModel(nn.Module):
         with torch.no_grad():
             logits = self.target.project(batch.hidden[rows, places - 1], self.ids)[:, : len(weight)]
             probs, best = logits.softmax(-1), logits.argmax(-1)
-        total, hits = soft_cross_entropy(hidden[rows, places - 1], weight, probs, best)
+        labels = self.translate(batch.tokens[rows, places])
+        total, hits = vocabulary_loss(self.config.loss, hidden[rows, places - 1], weight, probs, best, labels)
         return LossSum(total, trained.sum(), {"accuracy_1": (hits, wanted.sum())})
 
     loss = forward
+
+
+def fresh_model(config: DraftModelConfig, target: Target) -> PreTrainedModel:
+    """The model that a resolved config describes, with random weights."""
+    if config.layers_of_target:
+        return shortened(target, config.layers_of_target, config.draft_vocab_size or target.vocab_size)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.model))
 
 
 # --- An ordinary Hugging Face folder ----------------------------------------------------------------------------------

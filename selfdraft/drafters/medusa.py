@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu
 
 from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum, Observed
-from selfdraft.losses import soft_cross_entropy
+from selfdraft.losses import Loss, refuse_unknown, vocabulary_loss
 from selfdraft.planner import Plan
 from selfdraft.sampling import Noise
 from selfdraft.target import Target
@@ -40,12 +40,18 @@ class MedusaConfig:
     """How many of the most frequent answer tokens it can draft; 0 for the whole vocabulary."""
     decay: float = 0.8
     """Training: weight of head i is decay ** i."""
+    loss: Loss = "soft"
+    """Training: what is minimised, `soft` (forward KL from the target), `hard` (the answer's own tokens), `reverse_kl`,
+    `total_variation`, `log_acceptance` or `lk`; see docs/training.md."""
     depth: int = 4
     """Draft: levels of the tree."""
     width: int = 4
     """Draft: most children of a node; 1 is a chain."""
     nodes: int = 12
     """Draft: nodes that are sent to the target."""
+
+    def __post_init__(self) -> None:
+        refuse_unknown(self.loss)
 
     def resolved(self, target: Target) -> "MedusaConfig":
         """The same with the vocabulary's size filled in from the target. ValueError for an impossible shape."""
@@ -191,7 +197,7 @@ class Medusa(nn.Module):
             own.copy_(rows if self.ids is None else rows[self.ids])
 
     def forward(self, batch: FeatureBatch) -> LossSum:
-        """Sum over heads i of decay^i * CE(target over the draft vocabulary, head i), at answer tokens.
+        """Sum over heads i of decay^i * loss(target over the draft vocabulary, head i), at answer tokens.
 
         The token at place L is what head i predicts from the hidden state at L - 2 - i, which may be one of the
         prompt. What it should say is the target's own distribution, that of the hidden state at L - 1: of all texts
@@ -204,14 +210,15 @@ class Medusa(nn.Module):
         wanted = trained & vocabulary.among(self.ids, batch.tokens, self.target.vocab_size)
         rows, places = wanted.nonzero(as_tuple=True)
         probs, best = self.target_probs(batch.hidden[rows, places - 1])
+        labels = vocabulary.places(self.ids, batch.tokens[rows, places], self.target.vocab_size)
 
         total, metrics = torch.zeros((), device=trained.device), {}
         for head, weight in enumerate(self.vocabulary_rows()):
             reach = (places >= 2 + head).nonzero().squeeze(1)  # all, but for prompts shorter than the heads reach
             if len(reach) < len(places):
-                rows, places, probs, best = rows[reach], places[reach], probs[reach], best[reach]
+                rows, places, probs, best, labels = (each[reach] for each in (rows, places, probs, best, labels))
             hidden = self.think(head, batch.features[rows, places - 2 - head])
-            loss, hits = soft_cross_entropy(hidden, weight, probs, best)
+            loss, hits = vocabulary_loss(self.config.loss, hidden, weight, probs, best, labels)
             total = total + self.config.decay**head * loss
             metrics[f"accuracy_{head + 1}"] = (hits, torch.tensor(len(rows), device=hits.device))
             if self.training and len(rows) > 0:

@@ -6,7 +6,7 @@ Ids are the target's token ids of every draft token, in ascending order; None st
 import functools
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -25,6 +25,23 @@ def among(
     known = torch.zeros(vocab_size, dtype=torch.bool, device=tokens.device)
     known[ids] = True
     return known[tokens]
+
+
+def places(
+    ids: Int[Tensor, " draft_vocab"] | None, tokens: Int[Tensor, "*shape"], vocab_size: int
+) -> Int[Tensor, "*shape"]:
+    """The draft token that is each of the target's tokens; 0 for those that cannot be drafted (see `among`)."""
+    if ids is None:
+        return tokens
+    table = torch.zeros(vocab_size, dtype=torch.long, device=tokens.device)
+    table[ids] = torch.arange(len(ids), device=tokens.device)
+    return table[tokens]
+
+
+def main_directions(rows: Float[Tensor, "rows size"], count: int) -> Float[Tensor, "size count"]:
+    """The `count` orthonormal directions that hold most of these vectors (Eckart-Young), the greatest one last."""
+    rows = rows.float()
+    return torch.linalg.eigh(rows.T @ rows).eigenvectors[:, -count:]  # in ascending order of their energy
 
 
 def are_valid(ids: Int[Tensor, " draft_vocab"], vocab_size: int) -> bool:

@@ -24,8 +24,9 @@ def product() -> list[tuple]:
 
 def covering() -> list[tuple]:
     """One drafter and one attention per combination, moving on by one from family to family; llama's eager form too."""
-    found, names = [], list(ARMS)
-    for number, family in enumerate(FAMILIES):
+    found, names, families = [], list(ARMS), list(FAMILIES)
+    for number in range(max(len(families), len(names))):
+        family = families[number % len(families)]
         for index, (policy, batch, shape) in enumerate(COMBINATIONS):
             choices = ["eager"] if family == "llama" else attentions(family)
             attention = choices[(number + index + index // 2 + index // 4) % len(choices)]

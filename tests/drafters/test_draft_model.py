@@ -311,6 +311,63 @@ def test_a_misspelt_field_of_the_models_config_is_named():
         small(hiden_size=8).start(torch.ones(VOCAB, dtype=torch.long))
 
 
+# --- out of the target's own layers -----------------------------------------------------------------------------------
+
+
+def cut_out(layers: tuple[int, ...], family: str = "llama", cut: int = 0) -> DraftModel:
+    drafter = DraftModel(DraftModelConfig(layers_of_target=layers, draft_vocab_size=cut), Target(tiny(family)))
+    drafter.start(torch.arange(VOCAB))
+    return drafter.eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3_moe"])
+def test_with_all_of_the_targets_layers_it_is_the_target(family):
+    drafter = cut_out((0, 1, 2, 3), family)
+    assert stats_of(tiny(family), drafter, own_text(family), Plan(4)).acceptance_by_depth == [1.0] * 4
+
+
+def test_it_starts_as_the_named_layers_in_their_order_between_the_targets_embedding_and_head():
+    drafter, theirs = cut_out((3, 1)), tiny("llama").model
+    model, tokens = drafter.model.model, own_text()
+    assert len(model.layers) == 2
+    # The same as a target whose other layers are taken out by hand.
+    by_hand = copy.deepcopy(tiny("llama"))
+    by_hand.model.layers = nn.ModuleList([by_hand.model.layers[3], by_hand.model.layers[1]])
+    for index, layer in enumerate(by_hand.model.layers):
+        layer.self_attn.layer_idx = index
+    by_hand.config.num_hidden_layers = 2
+    assert torch.equal(drafter.model(tokens).logits, by_hand(tokens).logits)
+    assert model.layers[0].mlp.up_proj.weight.data_ptr() != theirs.layers[3].mlp.up_proj.weight.data_ptr()
+
+
+def test_every_layer_stays_of_its_kind():
+    drafter, theirs = cut_out((1, 2), "gemma2"), tiny("gemma2").config.layer_types
+    assert drafter.model.config.layer_types == theirs[1:3] and theirs[1] != theirs[2]
+
+
+def test_with_a_cut_vocabulary_it_starts_from_the_rows_of_the_known_tokens(tmp_path):
+    drafter = cut_out((0, 3), cut=CUT)
+    rows = tiny("llama").get_input_embeddings().weight[drafter.ids]
+    assert torch.equal(drafter.model.get_input_embeddings().weight, rows)
+    overfit(drafter, batch_of(drafter.target, (), own_text()), steps=20)
+    selfdraft.save_drafter(drafter, tmp_path / "draft")
+    loaded = selfdraft.load_drafter(tmp_path / "draft", tiny("llama"))
+    assert loaded.config == drafter.config and loaded.config.layers_of_target == (0, 3)
+    tokens = loaded.translate(own_text())
+    assert torch.equal(loaded.model(tokens).logits, drafter.model(tokens).logits)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "draft").eval()  # and the folder is an ordinary model's
+    assert torch.equal(plain(tokens).logits, drafter.model(tokens).logits)
+
+
+def test_layers_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="leave out `model`"):
+        DraftModelConfig(layers_of_target=(0,), model=SMALL)
+    with pytest.raises(ValueError, match=r"has \[4, -1\], and the target's layers are 0 to 3"):
+        cut_out((0, 4, -1))
+    with pytest.raises(ValueError, match="cannot be cut out of a deepseek_v3"):
+        cut_out((1, 2), "deepseek_v3")  # its first layer is dense, and the others are not
+
+
 # --- its folder -------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """EAGLE: its own cache, its training and its drafting are three views of the same layer, and they must agree."""
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ from torch import Tensor
 
 import selfdraft
 from selfdraft import Plan
+from selfdraft.cache import SlotCache
 from selfdraft.drafters import eagle
 from selfdraft.drafters.base import FeatureBatch, Observed, TrainableDrafter
-from selfdraft.drafters.eagle import Eagle, EagleConfig
+from selfdraft.drafters.eagle import Eagle, EagleConfig, FirstLayer
+from selfdraft.drafters.growth import Levels
 from selfdraft.sampling import Noise
 from selfdraft.target import Target
 from tests.contract.arms import GREEDY, LENGTHS, NEW, Case, arms, own_answers, plain, train
@@ -21,6 +24,14 @@ from tests.scripted import Passing
 
 ARMS = arms()
 SILENT = Noise(torch.zeros(1, dtype=torch.long), 0.0)
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norm_output": {"norm_output": True},
+    "input_norm": {"fc_norm": False, "input_norm": True},
+    "two_layers": {"layers": 2},
+    "narrow": {"hidden_size": 48},
+    "all": {"norm_output": True, "fc_norm": False, "input_norm": True, "layers": 3, "hidden_size": 48},
+}
 
 
 def observed(text: Tensor, drafter: Eagle, length: int) -> Observed:
@@ -31,7 +42,7 @@ def observed(text: Tensor, drafter: Eagle, length: int) -> Observed:
     return Observed(text[:, :length], places, torch.tensor([length]), features, length, 0)
 
 
-def rebuilt(drafter: Eagle, text: Tensor, length: int) -> eagle.SlotCache:
+def rebuilt(drafter: Eagle, text: Tensor, length: int) -> SlotCache:
     """The drafter's cache over the first `length` tokens, from one fresh pass of the target."""
     state = drafter.begin(1)
     with torch.no_grad():
@@ -51,8 +62,9 @@ class Watch(Passing):
         tree = super().propose(state, seen, root, plan, noise)
         for row, length in enumerate(seen.lengths.tolist()):
             fresh = rebuilt(self.inner, self.texts[row], length)
-            for ours, reference in ((state.cache.keys, fresh.keys), (state.cache.values, fresh.values)):
-                live, expected = ours[0][row, :, :length], reference[0][0, :, :length]
+            pairs = zip(state.cache.keys + state.cache.values, fresh.keys + fresh.values, strict=True)
+            for ours, reference in pairs:
+                live, expected = ours[row, :, :length], reference[0, :, :length]
                 assert torch.allclose(live, expected, atol=1e-4, rtol=1e-4)
         return tree
 
@@ -71,7 +83,7 @@ class Afresh(Passing):
 
 @pytest.mark.parametrize("plan", [Plan(4), Plan(3, 3)], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-@pytest.mark.parametrize("name", ["eagle-trained", "eagle-untrained"])
+@pytest.mark.parametrize("name", ["eagle-trained", "eagle-untrained", "eagle1-trained"])
 def test_its_keys_and_values_are_those_of_a_fresh_pass_in_every_round(name, family, plan):
     """CR6. The batch is ragged: each row is compared with its own single text."""
     case = Case(family, "", "greedy", 3)
@@ -114,17 +126,19 @@ def test_training_and_drafting_say_the_same_at_every_position_and_step(monkeypat
     everything = torch.ones_like(text, dtype=torch.bool)
     with torch.no_grad():
         batch = FeatureBatch(text, everything, everything, *target.encode(text, (2, 3)))
-    drafter = Eagle(EagleConfig(feature_layers=(2, 3), unroll=steps), target)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        drafter = Eagle(EagleConfig(feature_layers=(2, 3), unroll=steps, loss="hard"), target)
     train(drafter, batch, steps=200)
     drafter.eval()
 
     trained: list[list[int]] = []
 
-    def caught(hidden, head, probs, best):
+    def caught(loss, hidden, head, probs, best, labels):
         trained.append((hidden @ head.T).argmax(dim=-1).tolist())
         return hidden.sum() * 0, (hidden[:, 0] * 0).long().sum()
 
-    monkeypatch.setattr(eagle, "soft_cross_entropy", caught)
+    monkeypatch.setattr(eagle, "vocabulary_loss", caught)
     with torch.no_grad():
         drafter(batch)
     # Step s, number t: reads the features of position t and says what stands at t + 2 + s.
@@ -166,9 +180,10 @@ def test_a_text_learnt_by_heart_is_drafted():
     assert sum(ours.stats.acceptance_by_depth) >= 0.9 * 3
 
 
-def test_a_prediction_knows_nothing_of_what_comes_after_it():
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_prediction_knows_nothing_of_what_comes_after_it(shape):
     """The leak probe: labels up to T, then everything behind T changed. The loss stays the same to the last bit."""
-    drafter = Eagle(EagleConfig(feature_layers=(1, 2, 3)), Target(tiny("llama")))
+    drafter = shaped(shape)
     batch = own_answers(drafter.target, drafter.feature_layers)
     last = 20
     places = torch.arange(batch.tokens.shape[1])
@@ -266,5 +281,145 @@ def test_layers_that_do_not_exist_are_refused():
     drafter = Eagle(EagleConfig(feature_layers=(1, 5)), target)
     with pytest.raises(ValueError, match="4 layers"):
         selfdraft.generate(target.model, **prompts((4,)), drafter=drafter, max_new_tokens=2, **GREEDY)
-    with pytest.raises(ValueError, match="hidden_size is 64, not 32"):
-        Eagle(EagleConfig(hidden_size=32), target)
+    with pytest.raises(ValueError, match="hidden_size is 64 or less, not 96"):
+        Eagle(EagleConfig(hidden_size=96), target)
+
+
+# --- EAGLE-3.1, deeper and narrower -----------------------------------------------------------------------------------
+
+
+def shaped(shape: dict[str, Any], **settings: Any) -> Eagle:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Eagle(EagleConfig(feature_layers=(1, 2, 3), **shape, **settings), Target(tiny("llama", "")))
+
+
+def test_the_shapes_have_the_tensors_of_the_public_checkpoints():
+    plain_names = set(shaped({}).state_dict())
+    assert {"norm.weight", "fc_norm.2.weight", "midlayer.hidden_norm.weight"} <= plain_names
+    assert set(shaped(SHAPES["norm_output"]).state_dict()) == plain_names
+    normed = shaped(SHAPES["input_norm"]).state_dict()
+    assert set(normed) - plain_names == {"input_norm.weight"} and normed["input_norm.weight"].shape == (3 * 64,)
+    assert plain_names - set(normed) == {f"fc_norm.{index}.weight" for index in range(3)}
+    deep = set(shaped(SHAPES["two_layers"]).state_dict()) - plain_names
+    first = {name.removeprefix("midlayer.") for name in plain_names if name.startswith("midlayer.")}
+    assert deep == {f"layers.1.{name}" for name in first - {"hidden_norm.weight"}}
+    narrow = shaped(SHAPES["narrow"]).state_dict()
+    assert set(narrow) - plain_names == {"embed_proj.weight"} and narrow["embed_proj.weight"].shape == (48, 64)
+    assert narrow["fc.weight"].shape == (48, 3 * 64) and narrow["lm_head.weight"].shape == (128, 48)
+
+
+@torch.no_grad()
+def drafted_along(drafter: Eagle, text: Tensor, length: int, steps: int) -> list[Tensor]:
+    """What the head reads after `length` committed tokens, and at every level of a chain that is the text itself."""
+    cache, seen = drafter.begin(1).cache, observed(text, drafter, length)
+    hidden = drafter.read(cache, seen, text[:, length])[:, -1:]
+    levels, read = Levels(cache, seen.lengths, length), [drafter.readout(hidden)[0, 0]]
+    for step in range(1, steps):
+        positions, visible, _ = levels.next(torch.zeros(1, 1, dtype=torch.long))
+        hidden = drafter.run(cache, text[:, length + step : length + step + 1], hidden, positions, visible)
+        read.append(drafter.readout(hidden)[0, 0])
+    return read
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_an_unrolled_step_of_training_is_a_level_of_a_draft_number_by_number(shape, monkeypatch):
+    """With weights that nothing was learnt with: a text known by heart would hide what is only a little wrong."""
+    drafter, text = shaped(shape, unroll=3).eval(), plain(Case("llama", "", "greedy", 1))
+    everything = torch.ones_like(text, dtype=torch.bool)
+    trained: list[Tensor] = []
+
+    def caught(loss, hidden, head, probs, best, labels):
+        trained.append(hidden)
+        return hidden.sum() * 0, (hidden[:, 0] * 0).long().sum()
+
+    monkeypatch.setattr(eagle, "vocabulary_loss", caught)
+    with torch.no_grad():
+        drafter(FeatureBatch(text, everything, everything, *drafter.target.encode(text, drafter.feature_layers)))
+    for place in (0, 5, 11):
+        drafted = drafted_along(drafter, text, place + 1, steps=3)
+        for step, reference in enumerate(drafted):
+            assert torch.allclose(trained[step][place], reference, atol=1e-4), (place, step)
+
+
+@pytest.mark.parametrize("plan", [Plan(4), Plan(3, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [SHAPES["two_layers"], SHAPES["all"]], ids=["two_layers", "all"])
+def test_every_layer_has_keys_and_values_of_its_own_as_a_fresh_pass_writes_them(shape, plan):
+    case = Case("llama", "", "greedy", 1)
+    drafter = shaped(shape)
+    train(drafter, own_answers(drafter.target, drafter.feature_layers), steps=40)
+    watch = Watch(drafter.eval(), [plain(case)])
+    settings: dict[str, Any] = {"plan": plan, "max_new_tokens": NEW, **GREEDY}
+    same_tokens(selfdraft.generate(case.model, **case.inputs, drafter=watch, **settings), plain(case))
+    assert watch.rounds > 3
+    assert len(drafter.stack) == len(rebuilt(drafter, plain(case), 9).keys) == shape["layers"]
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_what_is_fed_back_is_the_output_or_its_norm(normed, monkeypatch):
+    """What the second step's layer reads is the first step's output; with `norm_output`, as the head has read it."""
+    drafter = shaped({"norm_output": normed}, unroll=2).eval()
+    outputs, inputs = [], []
+    finish, read = FirstLayer.finish, FirstLayer.read
+
+    def finished(self, *args):
+        outputs.append(finish(self, *args))
+        return outputs[-1]
+
+    def reading(self, embedded, hidden):
+        inputs.append(hidden)
+        return read(self, embedded, hidden)
+
+    monkeypatch.setattr(FirstLayer, "finish", finished)
+    monkeypatch.setattr(FirstLayer, "read", reading)
+    drafter(own_answers(drafter.target, drafter.feature_layers))
+    assert len(outputs) == len(inputs) == 2
+    assert inputs[1].equal(drafter.norm(outputs[0])) is normed
+    assert inputs[1].equal(outputs[0]) is not normed
+
+
+def test_a_narrow_drafter_starts_with_the_main_directions_of_the_targets_embeddings_and_rows():
+    drafter = shaped(SHAPES["narrow"])
+    drafter.start(torch.ones(128, dtype=torch.long))
+    theirs = drafter.target.head_weight().detach()  # tied to the embedding in this family: the same directions
+    left, size, right = torch.linalg.svd(theirs, full_matrices=False)
+    best = left[:, :48] * size[:48] @ right[:48]  # Eckart-Young: the nearest matrix of rank 48
+    ours = drafter.lm_head.weight.detach()
+    torch.testing.assert_close(ours @ ours.T, best @ best.T, atol=1e-3, rtol=1e-3)
+    embedded = drafter.embed(torch.arange(128)).detach()
+    vectors = drafter.target.embed(torch.arange(128)).detach()
+    kept = torch.linalg.svd(vectors, full_matrices=False)[1][:48].square().sum()
+    torch.testing.assert_close(embedded.square().sum(), kept, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("shape", [SHAPES["input_norm"], SHAPES["all"]], ids=["input_norm", "all"])
+def test_every_weight_learns(shape):
+    drafter = shaped(shape)
+    drafter(own_answers(drafter.target, drafter.feature_layers)).total.backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in drafter.parameters())
+
+
+def test_a_saved_drafter_of_every_shape_comes_back(tmp_path):
+    drafter = shaped(SHAPES["all"])
+    selfdraft.save_drafter(drafter, tmp_path / "heads")
+    again = selfdraft.load_drafter(tmp_path / "heads", drafter.target.model)
+    assert again.config == drafter.config
+    assert all(again.state_dict()[name].equal(weight) for name, weight in drafter.state_dict().items())
+
+
+def test_a_config_saved_before_these_fields_were_there_still_loads(tmp_path):
+    drafter = shaped({})
+    selfdraft.save_drafter(drafter, tmp_path / "heads")
+    file = tmp_path / "heads" / "config.json"
+    document = json.loads(file.read_text())
+    for name in ("loss", "input_norm", "norm_output", "layers"):
+        del document["selfdraft"]["config"][name]
+    file.write_text(json.dumps(document))
+    assert selfdraft.load_drafter(tmp_path / "heads", drafter.target.model).config == drafter.config
+
+
+def test_shapes_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="set fc_norm to false for input_norm"):
+        EagleConfig(input_norm=True)
+    with pytest.raises(ValueError, match="at least one layer, not 0"):
+        EagleConfig(layers=0)
