@@ -30,7 +30,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from data import Conversations, collate, plan_epoch, read_conversations, share_step
-from features import live_features
+from features import FeatureCache, live_features
 from jsonargparse import ArgumentParser, set_parsing_settings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
@@ -68,6 +68,17 @@ class Data:
     """Tokens of one optimizer step, prompts included, over all processes; the gradient depends on this alone."""
     forward_tokens: int = 4096
     """Tokens of one forward pass of one process, padding included; smaller saves memory and accumulates gradients."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """Where the target's hidden states come from."""
+
+    cache: str = ""
+    """Folder where they are kept, so that they are computed once for all epochs and trainings; empty computes them for
+    every batch."""
+    dtype: Literal["target", "bfloat16", "float8"] = "target"
+    """How they are kept: as the target computes them (exact), or smaller and not quite the same."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +128,8 @@ class Recipe:
     """Folder of the results and checkpoints."""
     data: Data = field(default_factory=Data)
     """What is trained on."""
+    features: Features = field(default_factory=Features)
+    """Where the target's hidden states come from."""
     optim: Optim = field(default_factory=Optim)
     """How the weights move."""
     eval: Eval = field(default_factory=Eval)
@@ -140,13 +153,15 @@ class Recipe:
 
 
 # What may differ when a training is resumed.
-FREE_SETTINGS = {"output_dir", "eval", "save_every", "log_with", "compile", "threads"}
+FREE_SETTINGS = {"output_dir", "features", "eval", "save_every", "log_with", "compile", "threads"}
 
 
 def main(arguments: list[str]) -> None:
     recipe, model_config = parse_recipe(arguments)
     if recipe.log_with == "wandb" and importlib.util.find_spec("wandb") is None:
         raise ValueError("--log_with wandb needs the package: pip install wandb")
+    if recipe.features.dtype != "target" and not recipe.features.cache:
+        raise ValueError(f"--features.dtype {recipe.features.dtype} is how features are kept; set --features.cache too")
     output = Path(recipe.output_dir)
     accelerator = Accelerator(
         mixed_precision=recipe.mixed_precision,
@@ -195,6 +210,12 @@ def main(arguments: list[str]) -> None:
         drafter.start(conversations.answer_counts(target.vocab_size).to(accelerator.device))
     trainable = sum(weight.numel() for weight in drafter.parameters() if weight.requires_grad)
     say(f"drafter: {recipe.drafter} with {trainable:,} weights; {len(plan):,} steps; {torch.get_num_threads()} threads")
+    cache = None
+    if recipe.features.cache:
+        forward_tokens, processes = recipe.data.forward_tokens, accelerator.num_processes
+        cache = FeatureCache(recipe.features.cache, target, drafter.feature_layers, recipe.features.dtype)
+        steps = [share_step(step, lengths, forward_tokens, processes) for step in plan[done:]]
+        cache.build(conversations, steps, accelerator, say)
 
     optimizers = make_optimizers(drafter, recipe.optim, target.vocab_size)
     model_to_train, *optimizers = accelerator.prepare(drafter, *optimizers)
@@ -217,7 +238,7 @@ def main(arguments: list[str]) -> None:
 
                 shares = share_step(plan[step], lengths, recipe.data.forward_tokens, accelerator.num_processes)
                 batches = (collate(conversations, indices) for indices in shares[accelerator.process_index])
-                values = accumulate_gradients(accelerator, model_to_train, target, list(batches))
+                values = accumulate_gradients(accelerator, model_to_train, target, list(batches), cache)
                 norm = float(nn.utils.clip_grad_norm_(drafter.parameters(), recipe.optim.clip))
 
                 # A step that has nothing to learn from, or no finite gradient, leaves the weights as they are.
@@ -481,7 +502,11 @@ def learning_rate_scale(step: int, steps: int, warmup_ratio: float) -> float:
 
 
 def accumulate_gradients(
-    accelerator: Accelerator, model_to_train: nn.Module, target: Target, batches: list[tuple[Tensor, Tensor, Tensor]]
+    accelerator: Accelerator,
+    model_to_train: nn.Module,
+    target: Target,
+    batches: list[tuple[Tensor, Tensor, Tensor]],
+    cache: FeatureCache | None = None,
 ) -> dict[str, float]:
     """Leaves in every weight the gradient of the mean loss per trained position of this step; returns what was summed.
 
@@ -492,7 +517,7 @@ def accumulate_gradients(
     drafter = accelerator.unwrap_model(model_to_train)
     sums: dict[str, Tensor] = {}
     for number, batch in enumerate(batches, start=1):
-        seen = live_features(target, drafter.feature_layers, *batch)
+        seen = cache.read(*batch) if cache else live_features(target, drafter.feature_layers, *batch)
         with contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(model_to_train):
             loss = model_to_train(seen)
             accelerator.backward(loss.total)
@@ -635,6 +660,7 @@ def fixed_settings(recipe: Recipe, model_config: Any, conversations: Conversatio
     """What must not differ between the two halves of a resumed training."""
     settings = {key: value for key, value in asdict(recipe).items() if key not in FREE_SETTINGS}
     settings |= {"model": asdict(model_config)}
+    settings["features"] = recipe.features.dtype  # where they lie does not matter
     data = hashlib.sha256()
     for tokens, trained in zip(conversations.tokens, conversations.trained, strict=True):
         data.update(tokens.tobytes())
