@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from filelock import FileLock
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -248,12 +250,28 @@ def test_a_build_that_was_killed_goes_on_with_the_same_bytes(tmp_path, target, c
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     before = {file: file.stat().st_mtime_ns for file in killed.folder.glob("*.safetensors")}
     assert len(before) == 2 and list(killed.folder.glob(".*.partial"))
+    (killed.folder / ".other.safetensors.partial").write_bytes(b"of a build with other data")
     forwards.clear()
     build(killed, conversations)
     assert 0 < sum(forwards) < 0.75 * cost
     assert files_of(killed) == files_of(straight)
     assert all(file.stat().st_mtime_ns == time for file, time in before.items())
     assert not list(killed.folder.glob(".*.partial"))
+
+
+def test_of_two_trainings_one_computes_and_the_other_waits(tmp_path, target, conversations, forwards):
+    cache = FeatureCache(tmp_path, target, LAYERS)
+    cache.folder.mkdir()
+    said: list[tuple[str, int]] = []
+    with FileLock(cache.folder / ".lock") as lock:
+
+        def say(text: str) -> None:
+            said.append((text, len(forwards)))
+            lock.release()
+
+        build(cache, conversations, say)
+    assert said[0] == (f"features: waiting for another training that computes some in {cache.folder}", 0)
+    assert len(said) > 1 and forwards
 
 
 def test_a_damaged_file_is_named(tmp_path, target, conversations):
@@ -317,6 +335,7 @@ def test_float8_keeps_every_value_to_a_sixteenth(tmp_path, target, conversations
     state = torch.tensor([[0.0, 0.0], [1e30, -1e30], [1e-30, 0.0]])
     values, scale = features.as_float8(state)
     torch.testing.assert_close(values.float() * scale, state, rtol=1e-6, atol=0)
+    assert values.float().amax(dim=1).tolist() == [0, 448, 448]
 
 
 # --- In a training ----------------------------------------------------------------------------------------------------
@@ -328,6 +347,17 @@ def train(output: Path, *more: str, recipe: str = "tiny_eagle3") -> list[dict]:
     heads.main(["--config", f"configs/{recipe}.yaml", "--output_dir", str(output), *short, *more])
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def test_the_script_that_measures_finds_the_same_losses(capsys):
+    script = runpy.run_path(str(ROOT / "scripts" / "cached_features"))
+    options = ["--conversations", "30", "--steps", "2", "--threads", "1"]
+    assert script["main"](["--config", "configs/tiny_eagle3.yaml", *options]) == 0
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    figures = {name.strip(): [float(value) for value in values] for name, *values in rows}
+    assert list(figures) == ["live", "cached, target", "cached, float8"]
+    assert figures["live"][1:] == [1, 0, 0] and figures["cached, target"][2] == 0
+    assert 0 < figures["cached, float8"][2] < 0.05
 
 
 @pytest.mark.parametrize("recipe", TINY)
@@ -349,6 +379,34 @@ def test_training_from_a_complete_cache_runs_no_layer_of_the_target(tmp_path, mo
     assert train(tmp_path / "second", "--features.cache", str(tmp_path / "cache")) == first
     with pytest.raises(AssertionError, match="layers were run"):
         train(tmp_path / "live")
+
+
+def test_a_live_training_continues_from_the_cache_and_the_other_way_round(tmp_path, monkeypatch):
+    live = train(tmp_path / "live")
+    plain, cached = heads.log, ["--features.cache", str(tmp_path / "cache")]
+
+    def log(accelerator, output, step, values):
+        if step == 4:
+            raise KeyboardInterrupt
+        plain(accelerator, output, step, values)
+
+    for name, before, after in (("first", [], cached), ("second", cached, [])):
+        with monkeypatch.context() as patch:
+            patch.setattr(heads, "log", log)
+            with pytest.raises(SystemExit):
+                train(tmp_path / name, "--save_every", "2", *before)
+        assert train(tmp_path / name, "--save_every", "2", *after) == live
+
+
+def test_ctrl_c_while_building_says_how_to_go_on(tmp_path, target, conversations, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    said: list[str] = []
+    monkeypatch.setattr(features, "live_features", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        build(FeatureCache(tmp_path, target, LAYERS), conversations, said.append)
+    assert stopped.value.code == 130 and "the same command goes on" in said[-1]
 
 
 def test_only_the_conversations_of_the_training_are_computed(tmp_path, conversations):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from data import Conversations, collate
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -129,11 +129,12 @@ class FeatureCache:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / ".lock").touch()
         except OSError as problem:
             raise ValueError(
-                f"the features cannot be kept in {self.folder} ({problem}); set --features.cache"
-            ) from None
-        with FileLock(self.folder / ".lock") if accelerator.is_main_process else contextlib.nullcontext():
+                f"features cannot be kept in {self.folder} ({problem}); set --features.cache to another folder"
+            ) from problem
+        with locked(self.folder / ".lock", say) if accelerator.is_main_process else contextlib.nullcontext():
             if accelerator.is_main_process:
                 for stale in self.folder.glob(".*.partial"):
                     stale.unlink()
@@ -162,27 +163,24 @@ class FeatureCache:
     def plan_shards(
         self, conversations: Conversations, steps: list[list[list[np.ndarray]]], processes: int
     ) -> list[list[list[np.ndarray]]]:
-        """By process, the batches of every file that is still to be written, each conversation once.
-
-        The files are cut before what is there already is taken out: so a second start cuts where the first one did.
-        """
-        planned, seen = [], set()
+        """By process, the batches of every file that is still to be written, each conversation once."""
+        planned, known = [], set(self.places)
         for process in range(processes):
             shards: list[list[np.ndarray]] = [[]]
             size = 0
             for batch in (batch for step in steps for batch in step[process]):
-                if size >= SHARD_BYTES:
-                    shards.append([])
-                    size = 0
                 missing = []
                 for index in batch:
                     digest = digest_of(conversations.tokens[index], conversations.trained[index])
-                    if digest not in seen:
-                        seen.add(digest)
-                        size += len(conversations.tokens[index]) * self.bytes_per_token
-                        missing += [] if digest in self.places else [index]
+                    if digest not in known:
+                        known.add(digest)
+                        missing.append(index)
+                if missing and size >= SHARD_BYTES:
+                    shards.append([])
+                    size = 0
                 if missing:
                     shards[-1].append(np.array(missing))
+                    size += int(conversations.lengths[missing].sum()) * self.bytes_per_token
             planned.append([shard for shard in shards if shard])
         return planned
 
@@ -250,6 +248,21 @@ class FeatureCache:
                 tensors[str(layer)] = state.to(self.dtype)
         name = hashlib.sha256(b"".join(digests)).hexdigest()[:16]
         save_whole(tensors, self.folder / f"{name}.safetensors")
+
+
+@contextlib.contextmanager
+def locked(file: Path, say: Callable) -> Iterator[None]:
+    """Holds a lock that a killed process gives back; says so when it has to wait for it."""
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"features: waiting for another training that computes some in {file.parent}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def cache_key(target: Target) -> dict[str, Any]:
