@@ -27,13 +27,14 @@ from torch.distributed.checkpoint.state_dict import (
 KEPT_CHECKPOINTS = 2
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 # What may differ when a training is resumed.
-FREE_SETTINGS = {"output_dir", "eval", "save_every", "log_with", "compile", "threads"}
+FREE_SETTINGS = {"output_dir", "features", "eval", "save_every", "log_with", "compile", "threads"}
 
 
 def fixed_settings(recipe: Recipe, model_config: Any, conversations: Conversations) -> dict[str, Any]:
     """What must not differ between the two halves of a resumed training."""
     settings = {key: value for key, value in asdict(recipe).items() if key not in FREE_SETTINGS}
     settings |= {"model": asdict(model_config)}
+    settings["features"] = recipe.features.dtype  # where they lie does not matter
     data = hashlib.sha256()
     for tokens, trained in zip(conversations.tokens, conversations.trained, strict=True):
         data.update(tokens.tobytes())

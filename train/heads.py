@@ -36,7 +36,7 @@ from checkpoints import (
     saving,
 )
 from data import Conversations, collate, plan_epoch, read_conversations, share_step
-from features import live_features
+from features import FeatureCache, live_features
 from guards import check_features, describe_mask, probe
 from journal import best_so_far, console, describe, log, progress_bar, start_logging
 from recipe import Optim, Recipe, parse_recipe
@@ -59,6 +59,8 @@ def main(arguments: list[str]) -> None:
     recipe, model_config = parse_recipe(arguments)
     if recipe.log_with != "none" and importlib.util.find_spec(recipe.log_with) is None:
         raise ValueError(f"--log_with {recipe.log_with} needs the package: pip install {recipe.log_with}")
+    if recipe.features.dtype != "target" and not recipe.features.cache:
+        raise ValueError(f"--features.dtype {recipe.features.dtype} is how features are kept; set --features.cache too")
     output = Path(recipe.output_dir)
     accelerator = Accelerator(
         mixed_precision=recipe.mixed_precision,
@@ -123,6 +125,13 @@ def main(arguments: list[str]) -> None:
             if accelerator.is_main_process:
                 say(probe(drafter, target, conversations, partial(make_optimizers, recipe.optim, target.vocab_size)))
 
+    cache = None
+    if recipe.features.cache:
+        forward_tokens, processes = recipe.data.forward_tokens, accelerator.num_processes
+        cache = FeatureCache(recipe.features.cache, target, drafter.feature_layers, recipe.features.dtype)
+        steps = [share_step(step, lengths, forward_tokens, processes) for step in plan[done:]]
+        cache.build(conversations, steps, accelerator, say)
+
     optimizers = make_optimizers(recipe.optim, target.vocab_size, drafter)
     model_to_train, *_ = accelerator.prepare(
         drafter, *optimizers
@@ -147,7 +156,7 @@ def main(arguments: list[str]) -> None:
 
                 shares = share_step(plan[step], lengths, recipe.data.forward_tokens, accelerator.num_processes)
                 batches = (collate(conversations, indices) for indices in shares[accelerator.process_index])
-                values = accumulate_gradients(accelerator, model_to_train, target, list(batches))
+                values = accumulate_gradients(accelerator, model_to_train, target, list(batches), cache)
                 norm = float(whole(nn.utils.clip_grad_norm_(drafter.parameters(), recipe.optim.clip)))
 
                 # A step that has nothing to learn from, or no finite gradient, leaves the weights as they are.
@@ -318,7 +327,11 @@ def learning_rate_scale(step: int, steps: int, warmup_ratio: float) -> float:
 
 
 def accumulate_gradients(
-    accelerator: Accelerator, model_to_train: nn.Module, target: Target, batches: list[tuple[Tensor, Tensor, Tensor]]
+    accelerator: Accelerator,
+    model_to_train: nn.Module,
+    target: Target,
+    batches: list[tuple[Tensor, Tensor, Tensor]],
+    cache: FeatureCache | None = None,
 ) -> dict[str, float]:
     """Leaves in every weight the gradient of the mean loss per trained position of this step; returns what was summed.
 
@@ -329,7 +342,7 @@ def accumulate_gradients(
     drafter = accelerator.unwrap_model(model_to_train)
     sums: dict[str, Tensor] = {}
     for number, batch in enumerate(batches, start=1):
-        seen = live_features(target, drafter.feature_layers, *batch)
+        seen = cache.read(*batch) if cache else live_features(target, drafter.feature_layers, *batch)
         with contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(model_to_train):
             loss = model_to_train(seen)
             accelerator.backward(loss.total)

@@ -35,6 +35,17 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Features:
+    """Where the target's hidden states come from."""
+
+    cache: str = ""
+    """Folder where they are kept, so that they are computed once for all epochs and trainings; empty computes them for
+    every batch."""
+    dtype: Literal["target", "bfloat16", "float8"] = "target"
+    """How they are kept: as the target computes them (exact), or smaller and not quite the same."""
+
+
+@dataclass(frozen=True)
 class Optim:
     """How the weights move."""
 
@@ -82,6 +93,8 @@ class Recipe:
     """Folder of the results and checkpoints."""
     data: Data = field(default_factory=Data)
     """What is trained on."""
+    features: Features = field(default_factory=Features)
+    """Where the target's hidden states come from."""
     optim: Optim = field(default_factory=Optim)
     """How the weights move."""
     eval: Eval = field(default_factory=Eval)
