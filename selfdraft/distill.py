@@ -274,8 +274,9 @@ def summary(counts: Counter[str], written: int, seconds: float) -> list[str]:
         "empty_answers": "answers without a word",
     }
     lines = [
-        f"{counts['answers']:,} answers, {counts['conversations']:,} conversations: {counts['answer_tokens']:,} tokens to "
-        f"{counts['prompt_tokens']:,} of prompts; {counts['cut_answers']:,} answers cut at the limit",
+        f"{counts['answers']:,} answers in {counts['conversations']:,} conversations: "
+        f"{counts['answer_tokens']:,} tokens, {counts['cut_answers']:,} answers cut at the limit; "
+        f"{counts['prompt_tokens']:,} tokens of prompts",
         "left out: "
         + (", ".join(f"{counts[key]:,} {what}" for key, what in left_out.items() if counts[key]) or "none"),
     ]

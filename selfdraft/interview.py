@@ -227,7 +227,7 @@ class Interviewer:
 
     def row(self, talk: Talk, text: Text) -> Row:
         """The answer, which the conversation now ends with, as a row of training data."""
-        said = self.tokenizer.decode(text.new, skip_special_tokens=True)
+        said = self.tokenizer.decode(text.new[: -1 if text.finish == "stop" else None], skip_special_tokens=True)
         talk.messages.append({"role": "assistant", "content": said})
         return {
             "messages": list(talk.messages),

@@ -33,7 +33,7 @@ def save_target(folder: Path, **options) -> Path:
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     options = {"chat_template": TEMPLATE, "additional_special_tokens": MARKERS} | options
     PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", **options).save_pretrained(folder)
-    model = tiny("llama")
+    model = tiny("olmo")
     model.generation_config.eos_token_id = ENDS
     model.save_pretrained(folder)
     return folder
@@ -43,6 +43,7 @@ def save_target(folder: Path, **options) -> Path:
 def _short_turns():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interview, "USER_TOKENS", 12)
+        patch.setattr(distill, "BATCHES_PER_SHARD", 1)
         yield
 
 
@@ -88,7 +89,7 @@ def conversations(lead: Interviewer, count: int, seen: Seen | None = None):
 
 
 def corpus(home: Path, output: Path, *options: str) -> list[dict]:
-    assert run(home, output, "--count", "40", *options) == 0
+    assert run(home, output, "--count", "20", *options) == 0
     return rows_of(output)
 
 
@@ -98,12 +99,13 @@ def corpus(home: Path, output: Path, *options: str) -> list[dict]:
 def test_without_prompts_the_target_writes_them_and_answers(home, target, tmp_path, capsys):
     rows = corpus(home, tmp_path / "out")
     counts, tokenizer = manifest_of(tmp_path / "out")["counts"], target[1]
-    assert 10 < len(rows) == counts["answers"] <= 40 == counts["conversations"] == counts["user_turns"]
+    assert 5 < len(rows) == counts["answers"] <= 20 == counts["conversations"] == counts["user_turns"]
     for row in rows:
         (user, answer), prompt, said = row["messages"], row["prompt_ids"], row["response_ids"]
         assert (user["role"], answer["role"], row["source"]) == ("user", "assistant", "magpie")
         assert tokenizer.decode(prompt) == f"<user> {user['content']} <end> <assistant>"
-        assert tokenizer.decode(said, skip_special_tokens=True) == answer["content"] != ""
+        words = said[:-1] if row["finish"] == "stop" else said
+        assert tokenizer.decode(words, skip_special_tokens=True) == answer["content"] != ""
         assert row["finish"] == ("stop" if said[-1] in ENDS else "length")
         assert len(said) == 8 or row["finish"] == "stop"
         assert not set(said[:-1]) & set(ENDS)
@@ -112,14 +114,14 @@ def test_without_prompts_the_target_writes_them_and_answers(home, target, tmp_pa
     assert counts["answer_tokens"] == sum(len(row["response_ids"]) for row in rows)
     assert counts["cut_answers"] == sum(row["finish"] == "length" for row in rows)
     err = capsys.readouterr().err
-    assert f"{len(rows)} answers, 40 conversations" in err and "tokens/s" in err
+    assert f"{len(rows)} answers in 20 conversations" in err and "tokens/s" in err
     assert f"{counts['unfinished_user_turns']} user's turns that did not end" in err
 
 
 def test_the_corpus_names_its_target_tokenizer_template_settings_and_versions(home, tmp_path):
     corpus(home, tmp_path / "out", "--seed", "3")
     manifest = manifest_of(tmp_path / "out")
-    assert manifest["target"]["model_type"] == "llama" and len(manifest["target"]["fingerprint"]) == 16
+    assert manifest["target"]["model_type"] == "olmo" and len(manifest["target"]["fingerprint"]) == 16
     assert len(manifest["tokenizer"]) == len(manifest["chat_template"]) == 16
     assert manifest["settings"]["seed"] == 3 and manifest["settings"]["temperatures"] == [0.0, 1.0]
     assert manifest["versions"]["selfdraft"] == selfdraft.__version__ and manifest["shards"] == [3, 3]
@@ -132,10 +134,11 @@ def test_an_answer_is_what_generate_gives_for_its_seed_and_number(target):
     """Alone, in one piece: neither the other rows of a batch nor the stages show in float32."""
     model, tokenizer = target
     rows, _ = conversations(interviewer(target, [Script([f"w{i} w{i + 1}"]) for i in range(10, 30)], seed=5), 20)
-    assert len(rows) == 20
-    for index, row in enumerate(rows):
+    assert len(rows) > 12
+    for row in rows:
+        index = int(row["messages"][0]["content"].split()[0][1:]) - 10
         ids = tokenizer(f"<user> w{10 + index} w{11 + index} <end> <assistant>", return_tensors="pt")["input_ids"]
-        sampled = {"do_sample": True, "temperature": 1.0} if index % 2 else {}
+        sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0} if index % 2 else {}
         seed = seed_of(5, index, 0, "answer")
         alone = selfdraft.generate(model, ids, max_new_tokens=12, seed=seed, pad_token_id=0, **sampled)
         assert row["response_ids"] == alone[0, ids.shape[1] :].tolist()
@@ -177,25 +180,26 @@ def test_tools_may_be_written_as_json(tmp_path):
 
 def test_further_turns_are_written_by_the_target_after_its_own_answers(target):
     """The script's second turn where it has one; each answer is a row, with all that was said before it."""
-    scripts = [Script([f"w{i}", "w99"][: 1 + i % 2]) for i in range(10, 40)]
+    scripts = [Script([f"w{i}", "w99"][: 1 + i // 2 % 2]) for i in range(10, 40)]
     rows, counts = conversations(interviewer(target, scripts, turns=2), 30)
     first = {row["messages"][0]["content"]: row for row in rows if len(row["messages"]) == 2}
     second = [row for row in rows if len(row["messages"]) == 4]
-    assert len(first) == 30 and 5 < len(second) < 30 and counts["answers"] == len(rows)
+    assert len(first) > 20 and 5 < len(second) < len(first) and counts["answers"] == len(rows)
     written = []
     for row in second:
         word, history = row["messages"][0]["content"], row["messages"][:2]
         assert history == first[word]["messages"] and first[word]["finish"] == "stop"
         said = row["messages"][2]["content"]
-        if int(word[1:]) % 2:
+        if int(word[1:]) // 2 % 2:
             assert said == "w99"
         else:
             written.append(said)
         expected = f"<user> {word} <end> <assistant> {history[1]['content']} <end> <user> {said} <end> <assistant>"
         assert target[1].decode(row["prompt_ids"]) == expected
-    assert len(set(written)) > 2
+    assert len(set(written)) > 1
     ended = [row for row in first.values() if row["finish"] == "stop"]
-    assert len(second) + counts["unfinished_user_turns"] == len(ended)
+    left_out = counts["unfinished_user_turns"] + counts["empty_answers"] + len(first) - 30
+    assert len(second) + left_out == len(ended)
     assert [row["messages"][0] for row in rows] == sorted(
         (row["messages"][0] for row in rows), key=lambda message: int(message["content"][1:])
     )
@@ -226,11 +230,13 @@ def test_the_users_turn_ends_at_the_templates_marker_and_holds_no_other(target):
 
 def test_prompts_that_come_again_are_answered_once(target):
     scripts = [Script([word]) for word in ["w1", "w2", "w1", "w3", "w2"]]
-    rows, counts = conversations(interviewer(target, scripts), 5)
+    lead = interviewer(target, scripts)
+    lead.end_ids = set()  # so that no answer is empty
+    rows, counts = conversations(lead, 5)
     assert [row["messages"][0]["content"] for row in rows] == ["w1", "w2", "w3"] and counts["same_prompts"] == 2
     seen = Seen()
     seen.add(rows[1])
-    rows, counts = conversations(interviewer(target, scripts), 5, seen)
+    rows, counts = conversations(lead, 5, seen)
     assert [row["messages"][0]["content"] for row in rows] == ["w1", "w3"] and counts["same_prompts"] == 3
 
 
@@ -318,7 +324,7 @@ def test_a_killed_run_continues_to_the_same_rows(home, tmp_path, uninterrupted, 
     assert corpus(home, output, "--turns", "2") == uninterrupted
     assert not list(output.glob(".*"))
     counts = manifest_of(output)["counts"]
-    assert counts["answers"] == len(uninterrupted) and counts["conversations"] == 40
+    assert counts["answers"] == len(uninterrupted) and counts["conversations"] == 20
 
 
 def test_a_finished_run_writes_nothing_more(home, tmp_path, uninterrupted, monkeypatch):
@@ -340,13 +346,13 @@ def test_another_seed_gives_other_rows(home, tmp_path, uninterrupted):
         (["--temperatures", "0", "0.5"], "temperatures was [0.0, 1.0] and is now [0.0, 0.5]"),
         (["--max-new-tokens", "9"], "max_new_tokens was 8 and is now 9"),
         (["--system", "w1"], "system was None and is now 'w1'"),
-        (["--count", "41"], "count was 40 and is now 41"),
+        (["--count", "21"], "count was 20 and is now 21"),
     ],
 )
 def test_other_settings_in_the_same_folder_are_refused_by_name(home, tmp_path, capsys, options, difference):
     rows = corpus(home, tmp_path / "out")
     capsys.readouterr()
-    assert run(home, tmp_path / "out", "--count", "40", *options) == 2
+    assert run(home, tmp_path / "out", "--count", "20", *options) == 2
     assert difference in capsys.readouterr().err
     assert rows_of(tmp_path / "out") == rows
 
@@ -381,11 +387,11 @@ def some_texts() -> list[Text]:
 def test_batches_stages_and_drafters_do_not_change_a_text(target, monkeypatch, drafter):
     whole = some_texts()
     for text in whole:
-        write(target[0], [text], ENDS[:2], batch_size=1)
+        write(target[0], [text], ENDS, batch_size=1)
     monkeypatch.setattr(texts, "STAGE", 7)
     ours = some_texts()
     drafts = None if drafter is None else selfdraft.load_drafter(drafter, target[0])
-    write(target[0], ours, ENDS[:2], batch_size=4, drafter=drafts)
+    write(target[0], ours, ENDS, batch_size=4, drafter=drafts)
     assert ours == whole
     assert {text.finish for text in ours} == {"stop", "length"}
     assert all(len(text.new) == text.limit for text in ours if text.finish == "length")
@@ -422,7 +428,7 @@ def test_texts_that_have_ended_leave_and_the_others_share_full_batches_of_simila
         ([], "say how many conversations, by --count"),
         (["--prompts", "nothing.jsonl"], "no data file at 'nothing.jsonl'"),
         (["--count", "4", "--drafter", "ngramm"], 'did you mean "ngram"?'),
-        (["--count", "4", "--max-prompt-tokens", "500"], "does not fit into the 512 positions"),
+        (["--count", "4", "--max-prompt-tokens", "505"], "does not fit into the 512 positions"),
     ],
 )
 def test_what_does_not_serve_is_said_before_anything_is_written(home, tmp_path, capsys, options, message):
@@ -466,7 +472,7 @@ def test_ctrl_c_keeps_the_shards_that_are_whole(home, tmp_path, capsys, monkeypa
         return plain(self, indices, *others)
 
     monkeypatch.setattr(Interviewer, "conversations", interrupted)
-    assert run(home, tmp_path / "out", "--count", "40") == 130
+    assert run(home, tmp_path / "out", "--count", "20") == 130
     assert capsys.readouterr().err.strip().splitlines()[-1] == "selfdraft: stopped by Ctrl-C"
     assert [path.name for path in (tmp_path / "out").glob("*.parquet")] == ["train-00000.parquet"]
 
