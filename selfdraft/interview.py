@@ -288,7 +288,7 @@ def _script(row: Row, where: str) -> Script:
         except json.JSONDecodeError as error:
             raise ValueError(f"{where} has tools that are not JSON: {error}") from None
     if "messages" in row:
-        turns = []
+        turns: list[Any] = []
         for message in row["messages"] or []:
             if message["role"] == "tool":
                 break
