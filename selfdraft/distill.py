@@ -281,5 +281,5 @@ def summary(counts: Counter[str], written: int, seconds: float) -> list[str]:
         + (", ".join(f"{counts[key]:,} {what}" for key, what in left_out.items() if counts[key]) or "none"),
     ]
     if written:
-        lines.append(f"{written:,} tokens of answers in {seconds:,.0f} s, {written / seconds:,.0f} tokens/s")
+        lines.append(f"{written:,} tokens of answers in {seconds:,.0f} s, {written / seconds:,.1f} tokens/s")
     return lines
