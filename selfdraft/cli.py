@@ -27,9 +27,11 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subcommands(metavar="COMMAND")
     commands.add_subcommand("compare", compare_options(), help="measure drafters against plain decoding, here")
     commands.add_subcommand("generate", generate_options(), help="answer a prompt, or chat")
+    commands.add_subcommand("distill", distill_options(), help="make training data of the model's own answers")
     arguments = parser.parse_args(argv)
     try:
-        return {"compare": compare, "generate": generate}[arguments.subcommand](arguments[arguments.subcommand])
+        command = {"compare": compare, "generate": generate, "distill": distill}[arguments.subcommand]
+        return command(arguments[arguments.subcommand])
     except BrokenPipeError:  # who reads the output has seen enough, as in `selfdraft ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its exit
         return 141  # what the shell says of a program that the closed pipe ends
@@ -129,6 +131,58 @@ def generate_options() -> ArgumentParser:
     return parser
 
 
+def distill_options() -> ArgumentParser:
+    """The options of `selfdraft distill`, and the text of its --help."""
+    parser = ArgumentParser(
+        description="Makes training data for a drafter: the model's own answers, to prompts of a file or to prompts "
+        "that it writes itself through its chat template, so that no data set is needed. The result is a folder of "
+        "parquet files that train/heads.py reads as they are. The same command goes on with a run that was stopped, "
+        "and gives the same rows. Example: selfdraft distill --count 5000 --output_dir data/answers"
+    )
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder of the parquet files and distill.json")
+    parser.add_argument(
+        "--prompts",
+        type=str | None,
+        metavar="FILE|HUB_ID",
+        help="parquet or JSONL file, or data set on the hub, with `messages`, `turns` or `prompt` in a row, and "
+        "`tools` if there are any; answers in it are not used. Without it the model writes the prompts",
+    )
+    parser.add_argument("--split", type=str, default="train", help="of a data set on the hub")
+    parser.add_argument(
+        "--count", type=PositiveInt | None, help="how many conversations. Without it: as many as there are prompts"
+    )
+    add_model_options(parser)
+    parser.add_argument("--system", type=str | None, metavar="TEXT", help="the system message, where a row has none")
+    parser.add_argument(
+        "--turns",
+        type=PositiveInt,
+        default=1,
+        help="of the user, in a conversation: a row's own come first, and the model writes what is missing. Every "
+        "answer is a row of the result",
+    )
+    parser.add_argument(
+        "--temperatures",
+        type=NonNegativeFloat,
+        nargs="+",
+        default=[0.0, 0.7, 1.0],
+        metavar="T",
+        help="of the answers; conversations take them in turn. 0 is greedy",
+    )
+    parser.add_argument("--max-new-tokens", type=PositiveInt, default=512, help="longest answer, in tokens")
+    parser.add_argument(
+        "--max-prompt-tokens", type=PositiveInt, default=1024, help="prompts that are longer are left out, and counted"
+    )
+    parser.add_argument("--batch-size", type=PositiveInt, default=32, help="texts that are written at once")
+    parser.add_argument("--seed", type=int, default=0, help="fixes every conversation, together with its number")
+    parser.add_argument(
+        "--drafter",
+        type=str | None,
+        metavar="NAME_OR_PATH",
+        help="drafts ahead, as in the other commands; in large batches it seldom pays. Without it: plain decoding",
+    )
+    return parser
+
+
 def add_model_options(parser: ArgumentParser) -> None:
     """Which model, and how it is held: the same for every command."""
     parser.add_argument("--model", type=str, default="smollm2-135m", help="folder or hub id of a causal language model")
@@ -218,6 +272,18 @@ def generate(options: Namespace) -> int:
         if options.json is not None:
             asked = {key: options[key] for key in ("model", "dtype", "system", "temperature", "top_p", "seed")}
             report.write_json(asked | {"drafter": name, "prompt": question} | answer.figures(), options.json)
+    return 0
+
+
+def distill(options: Namespace) -> int:
+    """Writes the corpus, with progress and counts on the standard error."""
+    from rich.console import Console
+
+    from selfdraft import distill as distilling
+
+    chosen = {field.name: options[field.name] for field in fields(distilling.Settings)}
+    settings = distilling.Settings(**chosen | {"temperatures": tuple(options.temperatures)})
+    distilling.distill(settings, options.output_dir, Console(stderr=True))
     return 0
 
 

@@ -230,11 +230,13 @@ def encode(
     return encoded
 
 
-def conversation_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def conversation_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], tools: list | None = None
+) -> list[int]:
     """What the model reads before its next turn. Without a chat template that is the last message, as plain text."""
     if not tokenizer.chat_template:
         return tokenizer(messages[-1]["content"])["input_ids"]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
 
 
 def refuse_too_long(what: str, length: int, model: PreTrainedModel, max_new_tokens: int) -> None:

@@ -4,20 +4,17 @@ A row holds either `messages` (chat turns) or `prompt_ids` and `response_ids` (e
 The ids win when a row has both: nothing is re-tokenised then.
 """
 
-import glob
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from os.path import commonprefix
-from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from torch import Tensor
 
-_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+from selfdraft.datafiles import open_rows
 
 
 @dataclass(frozen=True)
@@ -113,29 +110,6 @@ def read_conversations(
             f"the first one reads:\n{shown}"
         )
     return Conversations(kept_tokens, kept_masks, skipped, truncated)
-
-
-def open_rows(source: str | list[str], split: str = "train") -> datasets.Dataset:
-    """The rows of a file, glob, folder, list of these, or data set on the hub.
-
-    Raises ValueError, with the path that was asked for, when there is no such thing.
-    """
-    names = [source] if isinstance(source, str) else list(source)
-    if not names or not all(names):
-        raise ValueError("data.train is empty; give a parquet or JSONL file, a glob, a folder or a hub id")
-    if len(names) == 1 and not _is_path(names[0]):
-        try:
-            return datasets.load_dataset(names[0], split=split)
-        except Exception as problem:
-            raise ValueError(
-                f"'{names[0]}' is neither a file or folder here ({Path.cwd()}) nor a data set "
-                f"that could be loaded from the hub: {problem}"
-            ) from problem
-    files = [file for name in names for file in _files(name)]
-    kinds = {_FORMATS.get(Path(file).suffix) for file in files}
-    if len(kinds) != 1 or None in kinds:
-        raise ValueError(f"{source}: expected .parquet files only, or .json/.jsonl files only")
-    return datasets.load_dataset(kinds.pop(), data_files=files, split="train")
 
 
 def chat_tokens(messages: list[dict], tokenizer: Any, end_ids: set[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -238,21 +212,6 @@ def collate(conversations: Conversations, indices: np.ndarray) -> tuple[Tensor, 
 def _pair_tokens(row: dict) -> tuple[np.ndarray, np.ndarray]:
     prompt, response = (np.asarray(row[name], dtype=np.int64) for name in ("prompt_ids", "response_ids"))
     return np.concatenate([prompt, response]), np.repeat([False, True], [len(prompt), len(response)])
-
-
-def _is_path(name: str) -> bool:
-    return glob.has_magic(name) or Path(name).suffix in _FORMATS or Path(name).exists() or name[0] in "./~"
-
-
-def _files(name: str) -> list[str]:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        files = sorted(str(file) for file in path.iterdir() if file.suffix in _FORMATS)
-    else:
-        files = sorted(glob.glob(str(path)))
-    if not files:
-        raise ValueError(f"no data file at '{name}' (looked in {Path.cwd()}); set the path with --data.train")
-    return files
 
 
 def _shown(tokens: np.ndarray, tokenizer: Any) -> str:
