@@ -133,7 +133,8 @@ class Target:
         the right needs no mask under causal attention, and without one attention takes its fastest kernel; what
         stands at padding is meaningless.
         """
-        self.refuse_odd_states()
+        if layers:
+            self.refuse_odd_states()
         output = self.model.base_model(
             input_ids=tokens,
             use_cache=False,
