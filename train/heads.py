@@ -243,7 +243,7 @@ def main(arguments: list[str]) -> None:
                     release_memory()
                 if (step + 1) % recipe.eval.every == 0 or at_end:
                     if accelerator.is_main_process:
-                        save_for_use(drafter, target, output / "drafter")
+                        save_for_use(drafter, target, tokenizer, output / "drafter")
                         if held_out is not None:
                             measured = evaluate(drafter, target, held_out, recipe, output / "drafter")
                             log(accelerator, output, step + 1, measured)
@@ -526,13 +526,13 @@ def means_of(values: dict[str, float]) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------- measuring
 
 
-def save_for_use(drafter: Any, target: Target, folder: Path) -> None:
+def save_for_use(drafter: Any, target: Target, tokenizer: Any, folder: Path) -> None:
     """Writes the drafter as it will be used: in the target's dtype. Leaves all random states as they were."""
     with torch.random.fork_rng():
         twin = type(drafter)(drafter.config, target).to(target.device, target.dtype)
     twin.load_state_dict(drafter.state_dict())
     with saving(folder):
-        selfdraft.save_drafter(twin, folder)
+        selfdraft.save_drafter(twin, folder, tokenizer)
 
 
 def evaluate(drafter: Any, target: Target, held_out: Conversations, recipe: Recipe, folder: Path) -> dict[str, float]:
