@@ -277,7 +277,7 @@ def doctor(options: Namespace) -> int:
     data = [] if options.data is None else evidence.read_exchanges(options.data, tokenizer)
     prompts = [ids[0].tolist() for ids in measuring.encode(tokenizer, asked, model, evidence.NEW_TOKENS)]
 
-    findings = checks.examine(source, model, tokenizer, prompts, data)
+    findings = checks.examine(source, model, tokenizer, prompts, data, evidence.NEW_TOKENS)
     report.print_findings(findings, page)
     faults = [each.check for each in findings if each.level == "fault"]
     report.print_lines([f"faults: {', '.join(faults)}" if faults else "no fault was found"], page)

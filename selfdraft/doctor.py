@@ -9,7 +9,6 @@ import difflib
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +30,18 @@ from selfdraft.checkpoint import (
 )
 from selfdraft.compare import conversation_ids
 from selfdraft.drafters import vocabulary
-from selfdraft.evidence import BREAKS, Agreement, Exchange, Sample, Trial, agreement, own_prompts, take_sample, try_out
+from selfdraft.evidence import (
+    BREAKS,
+    NEW_TOKENS,
+    Agreement,
+    Exchange,
+    Sample,
+    Trial,
+    agreement,
+    own_prompts,
+    take_sample,
+    try_out,
+)
 from selfdraft.target import Target
 
 Level = Literal["ok", "warning", "fault", "skipped"]
@@ -102,6 +112,7 @@ def examine(
     tokenizer: Any = None,
     prompts: Sequence[list[int]] | None = None,
     data: Sequence[Exchange] = (),
+    new_tokens: int = NEW_TOKENS,
 ) -> list[Finding]:
     """One finding per check. Changes no file.
 
@@ -112,6 +123,7 @@ def examine(
         prompts: token ids of the prompts that acceptance is measured on; without them those of `data`, and without
             those some that the target writes itself.
         data: conversations that the drafter was trained on, or that it is to be used for (see `read_exchanges`).
+        new_tokens: of every answer that is measured on.
 
     Raises:
         ValueError: there is no such drafter, or selfdraft cannot draft for this model.
@@ -121,7 +133,7 @@ def examine(
     folder = None if untrained else find_folder(source)
     readable = [each for each in data if max(each.prompt + each.answer) < target.vocab_size]
     prompts = list(prompts or [each.prompt[:MAX_LENGTH] for each in readable] or own_prompts(target, tokenizer))
-    as_it_is = try_out(lambda: load_drafter(source, model), target, prompts)
+    as_it_is = try_out(lambda: load_drafter(source, model), target, prompts, new_tokens)
     findings: list[Finding] = []
     mended = None
 
@@ -131,19 +143,20 @@ def examine(
         findings.append(about_config)
         if ours is not None:
             record = ours.get("tokenizer")
-            case, more = examine_folder(folder, ours, target, as_it_is, prompts)
+            answers = as_it_is.answers or try_out(lambda: None, target, prompts, new_tokens).answers
+            case, more = examine_folder(folder, ours, target, as_it_is, prompts, answers)
             findings += more
+            if case is not None and any(each.level == "fault" for each in more):
+                mended = try_out(case.build, target, prompts, new_tokens)
     findings.append(check_template(tokenizer, record, readable))
     findings.append(check_bos(tokenizer, record, readable))
     findings.append(check_data(target, data, readable))
-    if case is not None and any(each.level == "fault" for each in findings):
-        mended = try_out(case.build, target, prompts)
     findings.append(check_acceptance(as_it_is, mended, findings))
     return findings
 
 
 def examine_folder(
-    folder: Path, ours: dict, target: Target, as_it_is: Trial, prompts: list[list[int]]
+    folder: Path, ours: dict, target: Target, as_it_is: Trial, prompts: list[list[int]], answers: list[list[int]]
 ) -> tuple[Case | None, list[Finding]]:
     """The checks of a drafter's own config and weights; and the drafter mended as far as possible."""
     about_file, tensors = check_file(folder / "model.safetensors")
@@ -154,7 +167,6 @@ def examine_folder(
     findings = [about_file, about_target, about_fields]
     if tensors is None:
         return None, findings
-    answers = as_it_is.answers or try_out(lambda: load_drafter("ngram", target.model), target, prompts).answers
     about_weights, case = check_weights(case)
     about_values = check_values(case, as_it_is)
     sample: Sample | None = take_sample(target, feature_layers(case), prompts, answers)
@@ -433,6 +445,8 @@ def check_norm(case: Case, given: Agreement | None, sample: Sample | None) -> Me
     flag, there = bool(case.config.get(NORM, default)), any(is_norm(name) for name in case.tensors)
     other = with_norm(case, not flag)
     otherwise = agreement(other.build, sample)
+    if flag != there:
+        given = agreement(with_norm(case, flag).build, sample)
     figures = {NORM: flag, "weights": there} | both_figures(given, otherwise)
     both = f"{NORM} {flag}: {given or 'cannot be run'}; {not flag}: {otherwise or 'cannot be run'}"
     if flag != there:
@@ -593,8 +607,11 @@ def suits_template(tokenizer: Any, exchange: Exchange) -> bool:
         return conversation_ids(tokenizer, exchange.messages) == exchange.prompt
     if not tokenizer.chat_template:
         return True
-    probes = [conversation_ids(tokenizer, [{"role": "user", "content": text}])[::-1] for text in ("one", "2, two")]
-    ending = commonprefix(probes)[::-1]
+    mark = "What is a question"
+    asked = [{"role": "user", "content": mark}]
+    text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    # Without its first token, which may grow together with the end of a question.
+    ending = tokenizer(text.rpartition(mark)[2], add_special_tokens=False)["input_ids"][1:]
     return exchange.prompt[len(exchange.prompt) - len(ending) :] == ending
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import selfdraft
 from selfdraft.compare import conversation_ids
-from selfdraft.drafters.base import Drafter, FeatureBatch
+from selfdraft.drafters.base import FeatureBatch
 from selfdraft.metrics import Stats
 from selfdraft.rows import end_tokens
 from selfdraft.target import Target
@@ -108,7 +108,7 @@ class Trial:
 # --- Answers ----------------------------------------------------------------------------------------------------------
 
 
-def try_out(load: Callable[[], Drafter | None], target: Target, prompts: Iterable[list[int]]) -> Trial:
+def try_out(load: Callable[[], Any], target: Target, prompts: Iterable[list[int]], new_tokens: int) -> Trial:
     """The prompts, answered greedily with a drafter; or why that cannot be done."""
     stats, answers = Stats(), []
     pad = min(end_tokens(target.model.generation_config), default=0)
@@ -121,7 +121,7 @@ def try_out(load: Callable[[], Drafter | None], target: Target, prompts: Iterabl
                 ids,
                 attention_mask=torch.ones_like(ids),
                 drafter=drafter,
-                max_new_tokens=NEW_TOKENS,
+                max_new_tokens=new_tokens,
                 do_sample=False,
                 repetition_penalty=1.0,
                 pad_token_id=pad,

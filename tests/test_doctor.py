@@ -20,13 +20,13 @@ from selfdraft.doctor import Finding, examine
 from selfdraft.drafters.base import FeatureBatch
 from selfdraft.drafters.eagle import Eagle, EagleConfig
 from selfdraft.drafters.medusa import Medusa, MedusaConfig
-from selfdraft.evidence import NEW_TOKENS, Exchange, read_exchanges
+from selfdraft.evidence import Exchange, read_exchanges
 from selfdraft.target import Target
-from tests.contract.arms import GREEDY, train
-from tests.models import VOCAB, prompts, row, tiny
+from tests.contract.arms import GREEDY, NEW, train
+from tests.models import VOCAB, prompts, tiny
 from tests.scripted import texts_of
 
-LENGTHS = (5, 6, 7, 8, 9, 10, 11, 12)
+LENGTHS = (5, 6, 7, 8)
 TEMPLATE = "{% for m in messages %}w1 {{ m['content'] }} w2 {% endfor %}{% if add_generation_prompt %}w4 w5{% endif %}"
 OTHER_TEMPLATE = TEMPLATE.replace("w4 w5", "w6")
 
@@ -46,16 +46,16 @@ def home(tmp_path_factory) -> Any:
     model, folder = tiny("llama"), tmp_path_factory.mktemp("home")
     target, tokenizer = Target(model), chat_tokenizer()
     asked = prompts(LENGTHS)
-    asked["input_ids"][:, -2:] = torch.tensor([4, 5])  # as the template ends
+    asked["input_ids"][:, -3:] = torch.tensor([2, 4, 5])  # as the template ends
     for index, length in enumerate(LENGTHS):
         asked["input_ids"][index, -length] = 1  # and as it begins
-    texts = texts_of(asked, model.generate(**asked, max_new_tokens=NEW_TOKENS, **GREEDY))
+    texts = texts_of(asked, model.generate(**asked, max_new_tokens=NEW, **GREEDY))
     data = [Exchange(text[:length], text[length:]) for text, length in zip(texts, LENGTHS, strict=True)]
 
-    drafter = Eagle(EagleConfig(draft_vocab_size=64, unroll=2), target)
+    drafter = Eagle(EagleConfig(draft_vocab_size=64, unroll=2, depth=3, width=1, nodes=3), target)
     tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
     places, lengths = torch.arange(tokens.shape[1]), torch.tensor([len(text) for text in texts]).unsqueeze(1)
-    attention, trained = places < lengths, (places < lengths) & (places >= lengths - NEW_TOKENS)
+    attention, trained = places < lengths, (places < lengths) & (places >= lengths - NEW)
     with torch.no_grad():
         states = target.encode(tokens, drafter.feature_layers)
     train(drafter, FeatureBatch(tokens, trained, attention, *states), steps=120)
@@ -88,7 +88,7 @@ def reconfigure(folder: Path, change: Callable[[dict], Any]) -> None:
 
 
 def diagnose(home: Any, folder: Path, **changes: Any) -> list[Finding]:
-    asked = {"model": home.model, "tokenizer": home.tokenizer, "data": home.data, **changes}
+    asked = {"model": home.model, "tokenizer": home.tokenizer, "data": home.data, "new_tokens": NEW, **changes}
     return examine(folder, **asked)
 
 
@@ -114,7 +114,7 @@ def test_a_good_drafter_has_no_fault_and_no_warning(home):
             home.model,
             torch.tensor([each.prompt]),
             drafter=home.drafter,
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=NEW,
             return_dict_in_generate=True,
             **GREEDY,
         ).stats
@@ -262,3 +262,163 @@ def test_a_missing_key_is_named(home, copy):
     rewrite(copy, lambda tensors: tensors.pop("midlayer.mlp.up_proj.weight"))
     fault = the_fault(diagnose(home, copy))
     assert fault.check == "weights" and fault.meaning == "the key midlayer.mlp.up_proj.weight is missing"
+
+
+# --- Faults beyond the ten --------------------------------------------------------------------------------------------
+
+
+def test_a_key_of_another_name_is_named_with_its_right_one(home, copy):
+    rewrite(copy, lambda tensors: tensors.update({"layers.0.norm.weight": tensors.pop("norm.weight")}))
+    findings = diagnose(home, copy)
+    fault = the_fault(findings)
+    assert "norm.weight is missing, and layers.0.norm.weight is probably what it is called here" in fault.meaning
+    assert finding(findings, "acceptance").figures["mended"]["tokens_per_round"] > 1.5
+
+
+def test_a_config_that_says_nothing_is_named(home, copy):
+    (copy / "config.json").write_text("{")
+    fault = the_fault(diagnose(home, copy))
+    assert fault.check == "config" and "not valid JSON" in fault.meaning
+
+
+def test_an_unknown_config_field_is_named(home, copy):
+    reconfigure(copy, lambda ours: ours["config"].update(norm_twice=True))
+    assert "norm_twice" in the_fault(diagnose(home, copy)).meaning
+
+
+def test_feature_layers_that_do_not_exist_are_named(home, copy):
+    reconfigure(copy, lambda ours: ours["config"].update(feature_layers=[7, 9]))
+    fault = the_fault(diagnose(home, copy))
+    assert fault.check == "feature layers" and "do not exist in a target of 4 layers" in fault.meaning
+
+
+def test_an_untrained_drafter_is_a_fault_that_no_other_check_explains(home, tmp_path):
+    drafter = Eagle(EagleConfig(draft_vocab_size=64), Target(home.model))
+    selfdraft.save_drafter(drafter, tmp_path / "drafter", home.tokenizer)
+    fault = the_fault(diagnose(home, tmp_path / "drafter"))
+    assert fault.check == "acceptance" and "no other check says why" in fault.meaning
+
+
+def test_a_map_is_read_the_other_way_when_it_then_covers_more(home):
+    """Both readings are valid here, so that only the target's own answers tell them apart; medusa keeps ids."""
+    drafter = Medusa(MedusaConfig(heads=1, draft_vocab_size=16), Target(home.model))
+    used = torch.tensor([token for each in home.data for token in each.answer]).bincount(minlength=VOCAB)
+    drafter.start(used)
+    ids = drafter.draft_tokens.clone()
+    case = doctor.Case(Medusa, {"heads": 1, "draft_vocab_size": 16}, drafter.state_dict(), Target(home.model))
+    sample = evidence.take_sample(
+        case.target, (-1,), [each.prompt for each in home.data], [each.answer for each in home.data]
+    )
+    right, same = doctor.check_map(case, sample)
+    assert right.level == "ok" and same is case
+    swapped = replace(case, tensors={**case.tensors, "draft_tokens": ids - torch.arange(16)})
+    wrong, mended = doctor.check_map(swapped, sample)
+    assert wrong.level == "fault" and "holds offsets where ids belong" in wrong.meaning
+    assert mended.tensors["draft_tokens"].equal(ids)
+
+
+# --- The text ---------------------------------------------------------------------------------------------------------
+
+
+def test_data_of_another_template_is_named(home):
+    assert doctor.check_template(home.tokenizer, None, home.data).level == "ok"
+    cut = [replace(each, prompt=each.prompt[:-1]) for each in home.data]
+    about = doctor.check_template(home.tokenizer, None, cut)
+    assert about.level == "fault" and "100% of the prompts" in about.meaning
+    messages = [{"role": "user", "content": "w9 w8"}]
+    exact = Exchange([1, 9, 8, 2, 4, 5], [7], messages)
+    assert doctor.check_template(home.tokenizer, None, [exact]).level == "ok"
+    assert doctor.check_template(home.tokenizer, None, [replace(exact, prompt=[1, 9, 2, 4, 5])]).level == "fault"
+    assert doctor.check_template(home.tokenizer, None, []).level == "skipped"
+
+
+def test_a_doubled_bos_is_named(home):
+    assert doctor.check_bos(home.tokenizer, {"bos": 1}, home.data).level == "ok"
+    twice = [replace(each, prompt=[1, *each.prompt]) for each in home.data]
+    assert "begin with 2 BOS tokens" in doctor.check_bos(home.tokenizer, None, twice).meaning
+    assert "in training a chat began with 2" in doctor.check_bos(home.tokenizer, {"bos": 2}, []).meaning
+    about = doctor.check_bos(chat_tokenizer("w1 " + TEMPLATE), None, [])
+    assert about.level == "fault" and "BOS is doubled" in about.meaning
+
+
+def test_answers_of_somebody_else_are_named(home):
+    target = Target(home.model)
+    about = doctor.check_data(target, home.data, home.data)
+    assert about.level == "ok" and about.figures["greedy_share"] == 1.0
+    sampled = []
+    for seed, each in enumerate(home.data):
+        options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": seed}
+        text: Any = selfdraft.generate(home.model, torch.tensor([each.prompt]), max_new_tokens=NEW, **options)
+        sampled.append(replace(each, answer=text[0, len(each.prompt) :].tolist()))
+    about = doctor.check_data(target, sampled, sampled)
+    assert about.level == "ok" and about.figures["greedy_share"] < 0.9
+    random = [replace(each, answer=torch.randint(VOCAB, (NEW,)).tolist()) for each in home.data]
+    about = doctor.check_data(target, random, random)
+    assert about.level == "fault" and "not the target's own" in about.meaning
+    about = doctor.check_data(target, [replace(home.data[0], answer=[VOCAB])], [])
+    assert about.level == "fault" and "another tokenizer" in about.meaning
+
+
+def test_data_is_read_as_training_reads_it(home, tmp_path):
+    assert read_exchanges(home.folder / "data.jsonl", home.tokenizer) == home.data
+    chat = {"messages": [{"role": "user", "content": "w9"}, {"role": "assistant", "content": "w7 w8"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    (exchange,) = read_exchanges(tmp_path / "chat.jsonl", home.tokenizer)
+    assert (exchange.prompt[:3], exchange.messages) == ([1, 9, 2], None)
+    with pytest.raises(ValueError, match="no rows of `prompt_ids`"):
+        read_exchanges(tmp_path / "chat.jsonl", chat_tokenizer(None))
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+def run(home: Any, folder: Path, *options: str) -> int:
+    common = ["doctor", "--model", str(home.folder / "model"), "--dtype", "float32", "--drafter", str(folder)]
+    return cli.main([*common, *options])
+
+
+def test_the_command_says_what_it_found_and_fails_when_that_is_a_fault(home, copy, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evidence, "NEW_TOKENS", NEW)  # what the drafter has learnt
+    data = ["--data", str(home.folder / "data.jsonl")]
+    assert run(home, home.folder / "good", *data, "--json", str(tmp_path / "out.json")) == 0
+    assert "no fault was found" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["faults"] == [] and {each["level"] for each in written["findings"]} <= {"ok", "warning"}
+
+    (copy / "model.safetensors").write_bytes(b"")
+    assert run(home, copy, *data, "--json", str(tmp_path / "out.json")) == 1
+    shown = capsys.readouterr().out
+    assert "faults: weights file" in shown and "mend: copy the file again" in shown
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["faults"] == ["weights file"]
+    levels = {each["check"]: each["level"] for each in written["findings"]}
+    assert levels["weights file"] == "fault" and levels["target"] == "ok"
+
+
+def test_without_prompts_the_target_writes_them(home):
+    target = Target(home.model)
+    asked = evidence.own_prompts(target, home.tokenizer, count=2)
+    assert all(each[0] == 1 and each[-3:] == [2, 4, 5] for each in asked) and asked[0] != asked[1]
+    assert all(each[0] == 1 for each in evidence.own_prompts(target, None, count=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--drafter", "./nothing"], 'there is no drafter "./nothing"'),
+        (["--json", "nowhere/out.json"], "no folder nowhere"),
+        (["--data", "nothing.jsonl"], "--data nothing.jsonl"),
+        (["--prompts", "nothing.jsonl"], "no prompt file nothing.jsonl"),
+    ],
+)
+def test_wrong_usage_is_said_in_one_line(home, capsys, options, message):
+    assert run(home, home.folder / "good", *options) == 2
+    out, err = capsys.readouterr()
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("selfdraft: error: ") and message in last and out == ""
+
+
+def test_a_drafter_has_to_be_given(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["doctor"])
+    assert stop.value.code == 2 and "drafter" in capsys.readouterr().err
