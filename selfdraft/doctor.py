@@ -199,27 +199,43 @@ def check_config(file: Path) -> tuple[Finding, dict | None]:
         meaning = f"{file.name} describes neither a selfdraft drafter nor a Hugging Face model"
         return Finding("config", "fault", meaning, copy), None
     try:
+        if not isinstance(ours["config"], dict) or not isinstance(ours["target"], dict):
+            raise ValueError("`config` and `target` have to be objects")
         drafter_class(ours["drafter"])
     except ValueError as error:
-        return Finding("config", "fault", f"{file.name}: {error}", "correct `drafter` there"), None
+        return Finding("config", "fault", f"{file.name}: {error}", "correct them there"), None
     return Finding("config", "ok", f"a drafter of the kind {ours['drafter']}"), ours
 
 
 def check_fields(case: Case) -> Checked:
-    """Fields of the config that this version does not know, or that are missing."""
+    """Fields of the config that this version does not know, of a wrong type, or missing."""
     known = {each.name: each.default for each in fields(case.kind.config_class)}
     unknown = sorted(set(case.config) - set(known))
     kept = {name: value for name, value in case.config.items() if name in known}
+    wrong = sorted(name for name, value in kept.items() if not is_like(value, known[name]))
     missing = sorted(name for name in set(known) - set(kept) - {"rope_theta", "feature_layers", NORM})
     figures = {"unknown": unknown, "missing": missing}
     if unknown:
         meaning = f"config fields that this version does not know: {', '.join(unknown)}"
         remedy = f"correct or remove them ({suggest(unknown[0], list(known))})"
         return Finding("config fields", "fault", meaning, remedy, figures), replace(case, config=kept)
+    if wrong:
+        meaning = "config fields with a value of a wrong type: " + ", ".join(f"{each} {kept[each]!r}" for each in wrong)
+        kept = {name: value for name, value in kept.items() if name not in wrong}
+        return Finding("config fields", "fault", meaning, "correct them", figures), replace(case, config=kept)
     if missing:
         meaning = f"config.json lacks {', '.join(missing)}; what is taken instead may not be what was trained"
         return Finding("config fields", "warning", meaning, "write them down", figures), case
     return Finding("config fields", "ok", f"all {len(kept)} there", figures=figures), case
+
+
+def is_like(value: Any, default: Any) -> bool:
+    """Whether a value of config.json has the type of a field's default."""
+    if isinstance(default, tuple):
+        return isinstance(value, list) and all(type(each) is int for each in value)
+    if isinstance(default, bool) or not isinstance(default, (int, float)):
+        return not isinstance(default, bool) or isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_file(file: Path) -> tuple[Finding, dict[str, Tensor] | None]:

@@ -286,6 +286,12 @@ def test_an_unknown_config_field_is_named(home, copy):
     assert "norm_twice" in the_fault(diagnose(home, copy)).meaning
 
 
+def test_a_config_value_of_a_wrong_type_is_named(home, copy):
+    reconfigure(copy, lambda ours: ours["config"].update(feature_layers=["1", "2"]))
+    fault = the_fault(diagnose(home, copy))
+    assert fault.check == "config fields" and "feature_layers ['1', '2']" in fault.meaning
+
+
 def test_feature_layers_that_do_not_exist_are_named(home, copy):
     reconfigure(copy, lambda ours: ours["config"].update(feature_layers=[7, 9]))
     fault = the_fault(diagnose(home, copy))
