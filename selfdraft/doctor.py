@@ -169,10 +169,10 @@ def examine_folder(
         return None, findings
     about_weights, case = check_weights(case)
     about_values = check_values(case, as_it_is)
-    sample: Sample | None = take_sample(target, feature_layers(case), prompts, answers)
-    about_map, case = check_map(case, sample)
-    if "fault" in (about_target.level, about_values.level):
-        sample = None  # weights that are no good, or not for this target, tell nothing of how they were meant
+    answered = take_sample(target, feature_layers(case), prompts, answers)
+    about_map, case = check_map(case, answered)
+    # Weights that are no good, or not for this target, tell nothing of how they were meant.
+    sample = None if "fault" in (about_target.level, about_values.level) else answered
     given = agreement(case.build, sample)
     about_norm, case, given = check_norm(case, given, sample)
     about_layers, case, given = check_layers(case, given, sample)
