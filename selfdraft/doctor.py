@@ -506,16 +506,17 @@ def check_layers(case: Case, given: Agreement | None, sample: Sample | None) -> 
             tried[each] = found
     figures: dict[str, Any] = {"feature_layers": list(layers), "given": given and given.figures}
     figures["neighbours"] = [{"feature_layers": list(each), **found.figures} for each, found in tried.items()]
-    better = {each: found for each, found in tried.items() if found.is_clearly_better_than(given)}
+    better = any(found.is_clearly_better_than(given) for found in tried.values())
     written = "" if case.config.get("feature_layers") else "config.json does not say which, and the default is taken: "
     if better:
-        best = min(better, key=lambda each: statistics.fmean(better[each].losses))
-        fits = f"the drafter fits the target's own answers better with {list(best)} ({better[best]}"
+        # The best of all, which need not be the one that differs most surely: half of the way is a steadier gain.
+        best = min(tried, key=lambda each: statistics.fmean(tried[each].losses))
+        fits = f"the drafter fits the target's own answers better with {list(best)} ({tried[best]}"
         fits += f" against {given})" if given else ")"
         meaning = f"the feature layers are off by one: {written}{list(layers)} are read, and {fits}"
         remedy = f"set feature_layers to {list(best)} in config.json; they are indices of hidden_states, 0 = embeddings"
         finding = Finding("feature layers", "fault", meaning, remedy, figures)
-        return finding, case.configured(feature_layers=best), better[best]
+        return finding, case.configured(feature_layers=best), tried[best]
     if not exist:
         meaning = f"the feature layers {list(layers)} do not exist in a target of {top} layers"
         return (

@@ -298,6 +298,23 @@ def test_feature_layers_that_do_not_exist_are_named(home, copy):
     assert fault.check == "feature layers" and "do not exist in a target of 4 layers" in fault.meaning
 
 
+def test_the_best_of_all_neighbours_is_proposed_when_one_is_clearly_better(home, monkeypatch):
+    """Figures as of a real drafter: half of the way back is a steady gain, the whole way a larger one that varies."""
+    seen = {
+        (2, 3): evidence.Agreement(0.58, [5.3, 5.3, 5.3, 5.3]),
+        (1, 2): evidence.Agreement(0.61, [5.3, 4.8, 5.3, 5.0]),
+        (1, 3): evidence.Agreement(0.59, [5.20, 5.21, 5.20, 5.21]),
+    }
+    layers_of = lambda build: tuple(build.__self__.config["feature_layers"])  # noqa: E731
+    monkeypatch.setattr(doctor, "agreement", lambda build, sample: seen.get(layers_of(build)))
+    case = doctor.Case(Eagle, {"feature_layers": [2, 3]}, {}, Target(home.model))
+    about, mended, _ = doctor.check_layers(case, seen[2, 3], None)
+    assert about.level == "fault" and mended.config["feature_layers"] == (1, 2)
+    del seen[1, 3]
+    about, same, _ = doctor.check_layers(case, seen[2, 3], None)
+    assert about.level == "ok" and same is case
+
+
 def test_an_untrained_drafter_is_a_fault_that_no_other_check_explains(home, tmp_path):
     drafter = Eagle(EagleConfig(draft_vocab_size=64), Target(home.model))
     selfdraft.save_drafter(drafter, tmp_path / "drafter", home.tokenizer)
