@@ -1,6 +1,7 @@
 """Save and load a drafter: its weights, its config, and the identity of the target it was trained for."""
 
 import difflib
+import hashlib
 import importlib
 import json
 import pkgutil
@@ -23,7 +24,7 @@ import selfdraft.drafters
 from selfdraft.drafters.base import Drafter
 from selfdraft.target import Target
 
-_IDENTITY = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "fingerprint")
+IDENTITY = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "fingerprint")
 
 
 def choose_drafter(wanted: Drafter | PreTrainedModel | str | Path | Sequence | None, target: Target) -> Drafter | None:
@@ -115,9 +116,13 @@ def load_drafter(source: str | Path, model: torch.nn.Module, strict: bool = True
     return drafter.to(target.device).eval()
 
 
-def save_drafter(drafter: Any, folder: str | Path) -> None:
-    """Writes `config.json` and `model.safetensors`; a folder is either the old one or the new one, never half."""
-    document = {
+def save_drafter(drafter: Any, folder: str | Path, tokenizer: Any = None) -> None:
+    """Writes `config.json` and `model.safetensors`; a folder is either the old one or the new one, never half.
+
+    With the `tokenizer` that the training text came through, the config remembers its chat template, and
+    `selfdraft doctor` can tell whether the drafter meets the same one in use.
+    """
+    document: dict[str, Any] = {
         **getattr(drafter, "model_config", {}),
         "selfdraft": {
             "drafter": type(drafter).__module__.rsplit(".", 1)[-1],
@@ -125,10 +130,25 @@ def save_drafter(drafter: Any, folder: str | Path) -> None:
             "target": drafter.target.identity(),
         },
     }
+    if tokenizer is not None:
+        document["selfdraft"]["tokenizer"] = tokenizer_identity(tokenizer)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     with replacing(Path(folder)) as temporary:
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "config.json").write_text(json.dumps(document, indent=2) + "\n")
+
+
+def tokenizer_identity(tokenizer: Any) -> dict[str, Any]:
+    """What a drafter remembers of the text it was trained on: a digest of the chat template (None without one), and
+    how many beginning-of-text tokens a chat, or a plain text, begins with."""
+    template, hello = tokenizer.chat_template, "Hello"
+    if not template:
+        ids, digest = tokenizer(hello)["input_ids"], None
+    else:
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": hello}], return_dict=False)
+        digest = hashlib.sha256(json.dumps(template).encode()).hexdigest()[:16]
+    bos = tokenizer.bos_token_id
+    return {"chat_template": digest, "bos": next((place for place, token in enumerate(ids) if token != bos), len(ids))}
 
 
 @contextmanager
@@ -210,7 +230,7 @@ def read_document(file: Path) -> dict:
 
 def check_identity(trained_for: dict, given: dict, strict: bool) -> None:
     """ValueError when a drafter meets another target than its own."""
-    keys = _IDENTITY if strict else _IDENTITY[1:2] + _IDENTITY[3:4]
+    keys = IDENTITY if strict else IDENTITY[1:2] + IDENTITY[3:4]
     wrong = [key for key in keys if trained_for.get(key) != given[key]]
     if wrong:
         differences = ", ".join(f"{key} {trained_for.get(key)} against {given[key]}" for key in wrong)

@@ -7,7 +7,7 @@ mistyped options answer at once.
 import os
 import sys
 import traceback
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,10 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_subcommand("compare", compare_options(), help="measure drafters against plain decoding, here")
     commands.add_subcommand("generate", generate_options(), help="answer a prompt, or chat")
     commands.add_subcommand("distill", distill_options(), help="make training data of the model's own answers")
+    commands.add_subcommand("doctor", doctor_options(), help="say why a drafter is not accepted, and how to mend it")
     arguments = parser.parse_args(argv)
     try:
-        command = {"compare": compare, "generate": generate, "distill": distill}[arguments.subcommand]
-        return command(arguments[arguments.subcommand])
+        run = {"compare": compare, "generate": generate, "distill": distill, "doctor": doctor}[arguments.subcommand]
+        return run(arguments[arguments.subcommand])
     except BrokenPipeError:  # who reads the output has seen enough, as in `selfdraft ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its exit
         return 141  # what the shell says of a program that the closed pipe ends
@@ -183,6 +184,41 @@ def distill_options() -> ArgumentParser:
     return parser
 
 
+def doctor_options() -> ArgumentParser:
+    """The options of `selfdraft doctor`, and the text of its --help."""
+    parser = ArgumentParser(
+        description="Says why a drafter is not accepted, and how to mend it: whether it was made for this model, "
+        "whether its weights and its config fit each other, whether it reads the layers, the vocabulary and the "
+        "template that it was trained with, and what is accepted of it on a few prompts. Changes no file. The exit "
+        "status is 1 when a fault was found. Example: selfdraft doctor --model your/model "
+        "--drafter runs/eagle3/drafter --data answers.parquet"
+    )
+    add_model_options(parser)
+    parser.add_argument(
+        "--drafter",
+        type=str,
+        required=True,
+        metavar="NAME_OR_PATH",
+        help="the folder or hub id of a drafter, or a shipped one (draft_model, medusa, eagle3)",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path | None,
+        metavar="FILE",
+        help="what the drafter was trained on, parquet or JSONL: rows of `messages`, or of `prompt_ids` and "
+        "`response_ids`. Its first conversations are compared with the model's own answers and its template",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path | None,
+        metavar="FILE.jsonl",
+        help="what acceptance is measured on, a `prompt` or `turns` a row. Without it: the prompts of --data; without "
+        "both, the questions that come with selfdraft for the default model, and for others some of its own invention",
+    )
+    parser.add_argument("--json", type=Path | None, metavar="OUT.json", help="write all findings to this file")
+    return parser
+
+
 def add_model_options(parser: ArgumentParser) -> None:
     """Which model, and how it is held: the same for every command."""
     parser.add_argument("--model", type=str, default="smollm2-135m", help="folder or hub id of a causal language model")
@@ -285,6 +321,35 @@ def distill(options: Namespace) -> int:
     settings = distilling.Settings(**chosen | {"temperatures": tuple(options.temperatures)})
     distilling.distill(settings, options.output_dir, Console(stderr=True))
     return 0
+
+
+def doctor(options: Namespace) -> int:
+    """Prints one finding per check: 1 if one of them is a fault, else 0."""
+    from rich.console import Console
+
+    from selfdraft import compare as measuring
+    from selfdraft import doctor as checks
+    from selfdraft import embedded, evidence, report
+
+    page = Console() if sys.stdout.isatty() else Console(width=160)
+    refuse_no_file(options.json)
+    source = measuring.drafter_source(options.drafter)
+    file = options.prompts
+    if file is None and options.data is None and options.model == embedded.TARGET_NAME:
+        file = measuring.SHIPPED_PROMPTS
+    asked = [] if file is None else measuring.read_prompts(file, evidence.NUM_PROMPTS)
+    model, tokenizer = measuring.load_target(options.model, options.dtype)
+    data = [] if options.data is None else evidence.read_exchanges(options.data, tokenizer)
+    prompts = [ids[0].tolist() for ids in measuring.encode(tokenizer, asked, model, evidence.NEW_TOKENS)]
+
+    findings = checks.examine(source, model, tokenizer, prompts, data, evidence.NEW_TOKENS)
+    report.print_findings(findings, page)
+    faults = [each.check for each in findings if each.level == "fault"]
+    report.print_lines([f"faults: {', '.join(faults)}" if faults else "no fault was found"], page)
+    if options.json is not None:
+        about = {"model": options.model, "dtype": options.dtype, "drafter": options.drafter, "faults": faults}
+        report.write_json(about | {"findings": [asdict(each) for each in findings]}, options.json)
+    return 1 if faults else 0
 
 
 def refuse_no_file(file: Path | None) -> None:

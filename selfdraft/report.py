@@ -17,10 +17,12 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedModel
 
 import selfdraft
 from selfdraft.compare import PLAIN, REFERENCE, Answer, Divergence, Prompt, Settings
+from selfdraft.doctor import Finding
 from selfdraft.drafters.base import Drafter
 from selfdraft.metrics import Stats
 from selfdraft.planner import Plan
@@ -347,6 +349,16 @@ def print_answer(
     console.print("\nprompt:", prompt.text, sep="\n", markup=False, highlight=False)
     heading = f"\nanswer ({fastest}, {len(answer.tokens) / answer.seconds:.1f} tokens/s):"
     console.print(heading, decode(answer.tokens, skip_special_tokens=True), sep="\n", markup=False, highlight=False)
+
+
+def print_findings(findings: Iterable[Finding], console: Console) -> None:
+    """What `selfdraft doctor` found, a row per check, with the way to mend it below."""
+    colours = {"fault": "red", "warning": "yellow", "ok": "green", "skipped": "dim"}
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    for each in findings:
+        words = each.meaning + (f"\nmend: {each.remedy}" if each.remedy else "")
+        table.add_row(Text(each.level, style=colours[each.level]), Text(each.check), Text(words))
+    console.print(table)
 
 
 def print_lines(lines: Iterable[str], console: Console) -> None:

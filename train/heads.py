@@ -186,7 +186,7 @@ def main(arguments: list[str]) -> None:
                 if measures or saves:
                     weights = {name: whole(weight) for name, weight in drafter.state_dict().items()}
                 if measures and accelerator.is_main_process:
-                    measured = keep_if_best(weights, drafter.config, target, held_out, recipe, output, best)
+                    measured = keep_if_best(weights, drafter.config, target, tokenizer, held_out, recipe, output, best)
                     if measured:
                         best = max(best, measured["tokens_per_round"])
                         log(accelerator, output, step + 1, measured)
@@ -385,6 +385,7 @@ def keep_if_best(
     weights: dict[str, Tensor],
     config: Any,
     target: Target,
+    tokenizer: Any,
     held_out: Conversations | None,
     recipe: Recipe,
     output: Path,
@@ -400,13 +401,13 @@ def keep_if_best(
         twin.load_state_dict(weights)
         folder = output / ("drafter" if held_out is None else "latest")
         with saving(folder):
-            selfdraft.save_drafter(twin, folder)
+            selfdraft.save_drafter(twin, folder, tokenizer)
         if held_out is None:
             return {}
         measured = evaluate(selfdraft.load_drafter(folder, target.model), target, held_out, recipe)
         if measured["tokens_per_round"] >= best:
             with saving(output / "drafter"):
-                selfdraft.save_drafter(twin, output / "drafter")
+                selfdraft.save_drafter(twin, output / "drafter", tokenizer)
             shutil.rmtree(folder)
         return measured
 
