@@ -164,8 +164,10 @@ MORE_FAMILIES: dict[str, dict] = {
     "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "init_std": 0.3},
 }
 SLIDING = ["mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss"]
-# Soft-capped scores and attention sinks have no sdpa form; a few other families were never given one.
-ONE_ATTENTION = dict.fromkeys(["gemma2", "gpt_oss", "codegen", "gpt_neox_japanese", "vaultgemma", "xglm"], "eager")
+# Soft-capped scores and attention sinks have no sdpa form; a few other families were never given one, or lately.
+ONE_ATTENTION = dict.fromkeys(
+    ["gemma2", "gpt_oss", "codegen", "gptj", "gpt_neox_japanese", "vaultgemma", "xglm"], "eager"
+)
 
 
 def attentions(family: str) -> list[str]:
