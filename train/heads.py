@@ -109,10 +109,10 @@ def main(arguments: list[str]) -> None:
     if state:  # `start` may have settled what the recipe left open
         model_config = config_from_json(kind, state["drafter_config"])
     drafter = kind(model_config, target).to(accelerator.device, torch.float32)
-    if state is None and recipe.start_from:
-        copy_weights(drafter, recipe.start_from, model)
-    elif state is None:
+    if state is None:
         drafter.start(conversations.answer_counts(target.vocab_size).to(accelerator.device))
+        if recipe.start_from:
+            copy_weights(drafter, recipe.start_from, model)
     if checkpoint:
         load_weights(checkpoint, drafter)
     trainable = sum(weight.numel() for weight in drafter.parameters() if weight.requires_grad)
@@ -274,17 +274,21 @@ def plan_steps(recipe: Recipe, lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def copy_weights(drafter: Any, source: str, model: PreTrainedModel) -> None:
-    """Makes the fresh `drafter` equal to the one at `source`. ValueError when that is of another kind or shape."""
+    """Makes the started `drafter` equal to the one at `source`, which may be a smaller one if this kind can grow.
+
+    ValueError when that is of another kind or shape.
+    """
     loaded: Any = selfdraft.load_drafter(source, model)
     if type(loaded) is not type(drafter):
         raise ValueError(
             f"start_from '{source}' is a drafter of class {type(loaded).__name__}, and the recipe trains a "
             f"{type(drafter).__name__}; train it from scratch, or give a drafter of the same kind"
         )
-    faults = misfits(loaded.state_dict(), drafter.state_dict())
+    weights = drafter.grown(loaded) if hasattr(drafter, "grown") else loaded.state_dict()
+    faults = misfits(weights, drafter.state_dict())
     if faults:
         raise ValueError(f"start_from '{source}' does not fit the settings under `model`: {faults}")
-    drafter.load_state_dict(loaded.state_dict())
+    drafter.load_state_dict(weights)
 
 
 def make_optimizers(optim: Optim, vocab_size: int, drafter: Any) -> list[torch.optim.Optimizer]:

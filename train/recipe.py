@@ -88,7 +88,7 @@ class Recipe:
     config: then the target has random weights (for tests)."""
     start_from: str = ""
     """Folder or hub id of a drafter of the same shape, whose weights and draft vocabulary the training starts from;
-    empty trains from scratch."""
+    empty trains from scratch. An EAGLE-3 drafter may have fewer layers or draft tokens: it grows."""
     output_dir: str = "runs/drafter"
     """Folder of the results and checkpoints."""
     data: Data = field(default_factory=Data)
