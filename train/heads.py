@@ -47,6 +47,7 @@ import selfdraft
 from selfdraft.checkpoint import config_from_json, drafter_class, misfits
 from selfdraft.drafters.base import LossSum
 from selfdraft.embedded import resolve
+from selfdraft.losses import compile_losses
 from selfdraft.metrics import Stats
 from selfdraft.target import Target
 
@@ -83,6 +84,7 @@ def main(arguments: list[str]) -> None:
     if recipe.compile:
         for layer in target.layers:
             layer.compile(dynamic=True)
+        compile_losses()
 
     # Data.
     with accelerator.main_process_first():

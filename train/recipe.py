@@ -115,7 +115,8 @@ class Recipe:
     """Before the training, train a copy of the drafter on a single conversation, and stop if even that is not learnt
     by heart and accepted: then something is wrong with target, features or drafter, and no data will mend it."""
     compile: bool = False
-    """Compile the target's layers first (`torch.compile`; needs a C++ compiler on a CPU): features come faster."""
+    """Compile the target's layers and the loss first (`torch.compile`; needs a C++ compiler on a CPU): steps take less
+    time, after a minute of compiling."""
     threads: int = 0
     """CPU threads per process; 0 shares all cores among the processes."""
 
