@@ -125,18 +125,24 @@ class Target:
         return output.logits, features
 
     def encode(
-        self, tokens: Int[Tensor, "batch time"], layers: tuple[int, ...]
+        self,
+        tokens: Int[Tensor, "batch time"],
+        layers: tuple[int, ...],
+        positions: Int[Tensor, "batch time"] | None = None,
     ) -> tuple[Float[Tensor, "batch time features"], Float[Tensor, "batch time hidden"]]:
         """Hidden states of right-padded text for training: the concatenated `layers`, and the last one (post-norm).
 
         The vocabulary projection is left out: a trainer wants it at few positions only (see `project`). Padding on
         the right needs no mask under causal attention, and without one attention takes its fastest kernel; what
-        stands at padding is meaningless.
+        stands at padding is meaningless. Several texts in one row, none of which sees another, are told by their
+        `positions`, which begin anew with each of them (transformers then makes the mask, or the flash kernel's
+        lengths).
         """
         if layers:
             self.refuse_odd_states()
         output = self.model.base_model(
             input_ids=tokens,
+            position_ids=positions,
             use_cache=False,
             output_hidden_states=sorted(set(layers)) or False,
             return_dict=True,

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -289,18 +290,19 @@ def test_other_settings_do_not_continue_a_training(tmp_path, toy):
         train_toy(tmp_path, "--data.train", "tests/data/tiny_validation.jsonl")
 
 
-def gradients(batches, drafter_and_target, monkeypatch) -> dict[str, torch.Tensor]:
+def gradients(batches, drafter_and_target, packed: bool = False) -> dict[str, torch.Tensor]:
     drafter, target = drafter_and_target
+    read = partial(heads.live_features, target, drafter.feature_layers, packed=packed)
     AcceleratorState._reset_state(True)
     accelerator = heads.Accelerator(mixed_precision="no", cpu=True)
     drafter.zero_grad()
-    heads.accumulate_gradients(accelerator, accelerator.prepare(drafter), target, batches)
+    heads.accumulate_gradients(accelerator, accelerator.prepare(drafter), batches, read)
     return {name: weight.grad.clone() for name, weight in drafter.named_parameters()}
 
 
 @pytest.mark.parametrize("recipe", TINY)
-def test_gradient_does_not_depend_on_accumulation_or_padding(recipe, monkeypatch):
-    """One batch of 8, 2 x 4, 8 x 1, an empty batch more, and 50 columns of padding more. float32 sums in another order
+def test_gradient_does_not_depend_on_accumulation_padding_or_packing(recipe):
+    """One batch of 8, 2 x 4, 8 x 1, an empty batch more, 50 columns of padding, all in one row. Sums in another order
     differ by about 1e-6 of the largest entry; a mean of means would be off by several percent."""
     wanted, config = heads.parse_recipe(["--config", f"configs/{recipe}.yaml"])
     if hasattr(config, "noise"):  # random numbers, which are others in every layout
@@ -324,13 +326,58 @@ def test_gradient_does_not_depend_on_accumulation_or_padding(recipe, monkeypatch
         "with an empty batch": [data.collate(read, eight), data.collate(read, eight[:0])],
         "padded": [padded(eight)],
     }
-    reference = gradients([data.collate(read, eight)], (drafter, target), monkeypatch)
+    reference = gradients([data.collate(read, eight)], (drafter, target))
     assert any(gradient.abs().max() > 0 for gradient in reference.values())
-    for layout, batches in layouts.items():
-        for name, gradient in gradients(batches, (drafter, target), monkeypatch).items():
+    found = {layout: gradients(batches, (drafter, target)) for layout, batches in layouts.items()}
+    found["packed"] = gradients(layouts["2x4"], (drafter, target), packed=True)
+    found["packed, with an empty batch"] = gradients(layouts["with an empty batch"], (drafter, target), packed=True)
+    for layout, gradients_there in found.items():
+        for name, gradient in gradients_there.items():
             scale = reference[name].abs().max().item()
             close = torch.allclose(gradient, reference[name], rtol=1e-4, atol=1e-5 * scale)
             assert close, (layout, name, (gradient - reference[name]).abs().max().item(), scale)
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_activations_computed_again_change_no_bit_and_are_not_kept(recipe):
+    """Of the layers, that is: bytes saved for the backward pass shrink where there are layers to speak of."""
+    wanted, config = heads.parse_recipe(["--config", f"configs/{recipe}.yaml"])
+    model, _ = heads.load_target(wanted.target)
+    target = heads.Target(model)
+    read = data.read_conversations(wanted.data.train, 64, target.vocab_size)
+    grads, kept = [], []
+    for again in (False, True):
+        torch.manual_seed(0)
+        drafter = heads.drafter_class(wanted.drafter)(config, target).train()
+        batch = heads.live_features(target, drafter.feature_layers, *data.collate(read, np.arange(8)))
+        if again:
+            heads.recompute_activations(drafter)
+        sizes = []
+        torch.manual_seed(1)  # for those that draw noise
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.nbytes) or x, lambda x: x):
+            loss = drafter(batch)
+        loss.total.backward()
+        grads.append({name: weight.grad for name, weight in drafter.named_parameters()})
+        kept.append(sum(sizes))
+    assert all(torch.equal(grads[1][name], gradient) for name, gradient in grads[0].items())
+    assert kept[1] < (0.7 if wanted.drafter in {"eagle", "draft_model"} else 1) * kept[0], kept
+
+
+def test_a_target_whose_conversations_see_each_other_in_a_row_is_not_packed(tmp_path, monkeypatch):
+    packed = train(tmp_path / "packed", *ALONE, "--max_steps", "3", "--data.packing", "true")
+    plain = train(tmp_path / "plain", *ALONE, "--max_steps", "3")
+    for (name, ours), theirs in zip(
+        load_file(packed / "drafter/model.safetensors").items(),
+        load_file(plain / "drafter/model.safetensors").values(),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
+    encode = Target.encode
+    monkeypatch.setattr(Target, "encode", lambda self, tokens, layers, positions=None: encode(self, tokens, layers))
+    with pytest.raises(ValueError, match="data.packing does not work with this target .llama."):
+        train(tmp_path / "other", *ALONE, "--data.packing", "true")
+    with pytest.raises(ValueError, match="leave one of them out"):
+        train(tmp_path / "other", *ALONE, "--data.packing", "true", "--features.cache", str(tmp_path / "cache"))
 
 
 def launch_environment(config: str) -> dict[str, str]:

@@ -27,7 +27,16 @@ from torch.distributed.checkpoint.state_dict import (
 KEPT_CHECKPOINTS = 2
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 # What may differ when a training is resumed.
-FREE_SETTINGS = {"output_dir", "features", "eval", "save_every", "log_with", "compile", "threads"}
+FREE_SETTINGS = {
+    "output_dir",
+    "features",
+    "eval",
+    "save_every",
+    "log_with",
+    "compile",
+    "activation_checkpointing",
+    "threads",
+}
 
 
 def fixed_settings(recipe: Recipe, model_config: Any, conversations: Conversations) -> dict[str, Any]:
@@ -40,7 +49,9 @@ def fixed_settings(recipe: Recipe, model_config: Any, conversations: Conversatio
         data.update(tokens.tobytes())
         data.update(trained.tobytes())
     # The same data may lie elsewhere the next time: its content counts.
-    settings["data"] = {key: settings["data"][key] for key in ("max_length", "step_tokens", "forward_tokens")}
+    settings["data"] = {
+        key: settings["data"][key] for key in ("max_length", "step_tokens", "forward_tokens", "packing")
+    }
     settings["data"]["content"] = data.hexdigest()[:16]
     return as_lists(settings)
 

@@ -3,8 +3,9 @@
 import copy
 from typing import Any
 
+import numpy as np
 import torch
-from data import Conversations
+from data import Conversations, collate
 from features import live_features
 
 import selfdraft
@@ -49,6 +50,20 @@ def check_features(target: Target, layers: tuple[int, ...], conversations: Conve
                 f"the largest value is {scale:.3g}; this kind of model ({target.config.model_type}) needs mending in "
                 "selfdraft/target.py before anything can be trained for it"
             )
+
+
+@torch.no_grad()
+def check_packing(target: Target, conversations: Conversations) -> None:
+    """ValueError when this target lets a conversation see the one before it in the same row."""
+    batch = collate(conversations, np.arange(min(2, len(conversations))))
+    apart, packed = live_features(target, (), *batch).hidden, live_features(target, (), *batch, packed=True).hidden
+    kept = batch[2].to(target.device)
+    error, scale = (apart - packed)[kept].abs().max().item(), apart[kept].abs().max().item()
+    if error > TOLERANCE.get(target.dtype, 5e-2) * scale:
+        raise ValueError(
+            f"data.packing does not work with this target ({target.config.model_type}): a conversation's hidden states "
+            f"change by {error:.3g} when another stands before it (the largest is {scale:.3g}); set it to false"
+        )
 
 
 def probe(drafter: Any, target: Target, conversations: Conversations, make_optimizers: Any) -> str:

@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -37,15 +38,20 @@ from checkpoints import (
 )
 from data import Conversations, collate, plan_epoch, read_conversations, share_step
 from features import FeatureCache, live_features
-from guards import check_features, describe_mask, probe
+from guards import check_features, check_packing, describe_mask, probe
 from journal import best_so_far, console, describe, log, progress_bar, start_logging
 from recipe import Optim, Recipe, parse_recipe
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import selfdraft
 from selfdraft.checkpoint import config_from_json, drafter_class, misfits
-from selfdraft.drafters.base import LossSum
+from selfdraft.drafters.base import FeatureBatch, LossSum
+from selfdraft.drafters.hydra import PathBlock
+from selfdraft.drafters.layers import Layer
+from selfdraft.drafters.medusa import ResidualBlock
 from selfdraft.embedded import resolve
 from selfdraft.losses import compile_losses
 from selfdraft.metrics import Stats
@@ -62,6 +68,10 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"--log_with {recipe.log_with} needs the package: pip install {recipe.log_with}")
     if recipe.features.dtype != "target" and not recipe.features.cache:
         raise ValueError(f"--features.dtype {recipe.features.dtype} is how features are kept; set --features.cache too")
+    if recipe.data.packing and recipe.features.cache:
+        raise ValueError(
+            "--data.packing is about reading the target, which --features.cache spares; leave one of them out"
+        )
     output = Path(recipe.output_dir)
     accelerator = Accelerator(
         mixed_precision=recipe.mixed_precision,
@@ -78,7 +88,7 @@ def main(arguments: list[str]) -> None:
     set_seed(recipe.seed)  # all processes begin with the same weights
 
     # The target is only read: no gradients, its own dtype.
-    model, tokenizer = load_target(recipe.target)
+    model, tokenizer = load_target(recipe.target, recipe.attention)
     model.requires_grad_(False).eval().to(accelerator.device)
     target = Target(model)
     if recipe.compile:
@@ -122,18 +132,25 @@ def main(arguments: list[str]) -> None:
 
     if not state:
         check_features(target, drafter.feature_layers, conversations)
+        if recipe.data.packing:
+            check_packing(target, conversations)
     if recipe.probe and not state:
         with accelerator.main_process_first():
             if accelerator.is_main_process:
                 say(probe(drafter, target, conversations, partial(make_optimizers, recipe.optim, target.vocab_size)))
 
-    cache = None
+    features_of: Callable[..., FeatureBatch] = partial(
+        live_features, target, drafter.feature_layers, packed=recipe.data.packing
+    )
     if recipe.features.cache:
         forward_tokens, processes = recipe.data.forward_tokens, accelerator.num_processes
         cache = FeatureCache(recipe.features.cache, target, drafter.feature_layers, recipe.features.dtype)
         steps = [share_step(step, lengths, forward_tokens, processes) for step in plan[done:]]
         cache.build(conversations, steps, accelerator, say)
+        features_of = cache.read
 
+    if recipe.activation_checkpointing:
+        recompute_activations(drafter)
     optimizers = make_optimizers(recipe.optim, target.vocab_size, drafter)
     model_to_train, *_ = accelerator.prepare(
         drafter, *optimizers
@@ -158,7 +175,7 @@ def main(arguments: list[str]) -> None:
 
                 shares = share_step(plan[step], lengths, recipe.data.forward_tokens, accelerator.num_processes)
                 batches = (collate(conversations, indices) for indices in shares[accelerator.process_index])
-                values = accumulate_gradients(accelerator, model_to_train, target, list(batches), cache)
+                values = accumulate_gradients(accelerator, model_to_train, list(batches), features_of)
                 norm = float(whole(nn.utils.clip_grad_norm_(drafter.parameters(), recipe.optim.clip)))
 
                 # A step that has nothing to learn from, or no finite gradient, leaves the weights as they are.
@@ -233,19 +250,20 @@ def use_cores(threads: int, accelerator: Accelerator) -> None:
         torch.set_num_threads(threads)
 
 
-def load_target(name: str) -> tuple[PreTrainedModel, Any]:
+def load_target(name: str, attention: str = "") -> tuple[PreTrainedModel, Any]:
     """The model, in the dtype of its weights, and its tokenizer (None where it has none)."""
+    kernel = {"attn_implementation": attention} if attention else {}
     if name.endswith(".json"):
         if not Path(name).is_file():
             raise ValueError(f"there is no target config '{name}' (looked in {Path.cwd()})")
         values = json.loads(Path(name).read_text())
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)), None
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), **kernel), None
     try:
         folder = resolve(name)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    except (OSError, ValueError) as problem:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **kernel)
+    except (OSError, ValueError, ImportError) as problem:
         raise ValueError(f"the target '{name}' could not be loaded: {problem}") from problem
     try:
         return model, AutoTokenizer.from_pretrained(folder)
@@ -293,6 +311,13 @@ def copy_weights(drafter: Any, source: str, model: PreTrainedModel) -> None:
     drafter.load_state_dict(weights)
 
 
+def recompute_activations(drafter: nn.Module) -> None:
+    """Has the drafter's layers compute again, in the backward pass, what they would have kept for it."""
+    for module in drafter.modules():
+        if isinstance(module, (Layer, ResidualBlock, PathBlock, GradientCheckpointingLayer)):
+            module.forward = partial(recomputed, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
 def make_optimizers(optim: Optim, vocab_size: int, drafter: Any) -> list[torch.optim.Optimizer]:
     """AdamW, and Muon for the matrices when `matrix_lr` is set. Every group remembers its peak learning rate.
 
@@ -335,9 +360,8 @@ def learning_rate_scale(step: int, steps: int, warmup_ratio: float) -> float:
 def accumulate_gradients(
     accelerator: Accelerator,
     model_to_train: nn.Module,
-    target: Target,
     batches: list[tuple[Tensor, Tensor, Tensor]],
-    cache: FeatureCache | None = None,
+    features_of: Callable[..., FeatureBatch],
 ) -> dict[str, float]:
     """Leaves in every weight the gradient of the mean loss per trained position of this step; returns what was summed.
 
@@ -348,7 +372,7 @@ def accumulate_gradients(
     drafter = accelerator.unwrap_model(model_to_train)
     sums: dict[str, Tensor] = {}
     for number, batch in enumerate(batches, start=1):
-        seen = cache.read(*batch) if cache else live_features(target, drafter.feature_layers, *batch)
+        seen = features_of(*batch)
         with contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(model_to_train):
             loss = model_to_train(seen)
             accelerator.backward(loss.total)

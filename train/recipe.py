@@ -32,6 +32,9 @@ class Data:
     """Tokens of one optimizer step, prompts included, over all processes; the gradient depends on this alone."""
     forward_tokens: int = 4096
     """Tokens of one forward pass of one process, padding included; smaller saves memory and accumulates gradients."""
+    packing: bool = False
+    """Have the target read the conversations of a forward pass in one row, none seeing another, without padding. It can
+    pay with `attention: flash_attention_2`; batches are of similar lengths in any case."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,9 @@ class Recipe:
     target: str = "smollm2-135m"
     """Folder or hub id of the target model, "smollm2-135m" for the embedded one, or the .json file of a Hugging Face
     config: then the target has random weights (for tests)."""
+    attention: str = ""
+    """The target's kernel, as `attn_implementation` of transformers: sdpa, flash_attention_2, ...; empty takes its
+    default."""
     start_from: str = ""
     """Folder or hub id of a drafter of the same shape, whose weights and draft vocabulary the training starts from;
     empty trains from scratch. An EAGLE-3 drafter may have fewer layers or draft tokens: it grows."""
@@ -117,6 +123,8 @@ class Recipe:
     compile: bool = False
     """Compile the target's layers and the loss first (`torch.compile`; needs a C++ compiler on a CPU): steps take less
     time, after a minute of compiling."""
+    activation_checkpointing: bool = False
+    """Compute what the drafter's layers keep for the backward pass a second time instead: less memory, more time."""
     threads: int = 0
     """CPU threads per process; 0 shares all cores among the processes."""
 

@@ -253,7 +253,7 @@ class Eagle(Feedback):
         memories = [Memory(stack[0].self_attn, x, turn)]
         for below, layer in zip(stack, stack[1:], strict=False):
             earlier = everywhere.unsqueeze(1) <= everywhere.unsqueeze(2)
-            hidden = below.finish(hidden, memories[-1].attend(x, turn, earlier))
+            hidden = below(hidden, memories[-1], x, turn, earlier)
             x = layer.read(embedded, hidden)
             memories.append(Memory(layer.self_attn, x, turn))
         x, hidden = take(x, place), take(hidden, place)
@@ -270,13 +270,13 @@ class Eagle(Feedback):
         for step in range(steps):
             turn = self.turn(place + step, dtype)
             if step == 0:
-                hidden = stack[-1].finish(hidden, memories[-1].attend(x, turn, seen))
+                hidden = stack[-1](hidden, memories[-1], x, turn, seen)
             else:
                 embedded = self.embed(padded.gather(1, place + 1 + step))
                 for layer, memory in zip(stack, memories, strict=True):
                     x = layer.read(embedded, hidden)
                     memory.append(x, turn)
-                    hidden = layer.finish(hidden, memory.attend(x, turn, seen))
+                    hidden = layer(hidden, memory, x, turn, seen, step)
             hidden = self.norm(hidden) if self.config.norm_output else hidden
             label_place = place + 2 + step
             # The packed places of a turn are consecutive, so the probabilities for step s stand s places further on.

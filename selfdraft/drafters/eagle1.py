@@ -166,7 +166,7 @@ class Eagle1(Feedback):
         memory = Memory(layer.self_attn, x, self.turn(everywhere, x.dtype))
         seen = everywhere.unsqueeze(1) <= place.unsqueeze(2)
         x = take(x, place)
-        foretold = layer.finish(x, memory.attend(x, self.turn(place, x.dtype), seen))
+        foretold = layer(x, memory, x, self.turn(place, x.dtype), seen)
 
         index = used.flatten().nonzero().squeeze(1)
         foretold = foretold.flatten(0, 1)[index]

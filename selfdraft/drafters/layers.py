@@ -124,6 +124,13 @@ class Layer(nn.Module):
         """The attention's input, of the token's embedding and the residual stream."""
         raise NotImplementedError
 
+    def forward(self, hidden: Tensor, memory: "Memory", x: Tensor, turn: Turn, seen: Tensor, own: int = 0) -> Tensor:
+        """Training: the residual stream after a pass of queries over `memory`, of whose own entries they see `own`.
+
+        All that a step of training computes in a layer, so that it can be computed again instead of kept.
+        """
+        return self.finish(hidden, memory.attend(x, turn, seen, own))
+
     def finish(self, hidden: Tensor, attended: Float[Tensor, "batch heads time dim"]) -> Tensor:
         """Residual stream after attention and MLP."""
         hidden = hidden + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
@@ -163,18 +170,18 @@ class Memory:
         self.own_values.append(value)
 
     def attend(
-        self, x: Float[Tensor, "batch places wide"], turn: Turn, seen: Bool[Tensor, "batch places time"]
+        self, x: Float[Tensor, "batch places wide"], turn: Turn, seen: Bool[Tensor, "batch places time"], own: int
     ) -> Float[Tensor, "batch heads places dim"]:
-        """One softmax over the text's entries that a query may see and its own."""
+        """One softmax over the text's entries that a query may see and its first `own` ones."""
         attention = self.attention
         keys, values, queries = attention.spread(self.keys), attention.spread(self.values), attention.queries(x, turn)
-        if not self.own_keys:
+        if own == 0:
             return scaled_dot_product_attention(queries, keys, values, seen.unsqueeze(1))
         scale = queries.shape[-1] ** -0.5
         shared = (queries @ keys.transpose(2, 3)).masked_fill(~seen.unsqueeze(1), float("-inf"))
-        own = torch.stack([(queries * attention.spread(key)).sum(-1) for key in self.own_keys], dim=-1)
-        weights = (torch.cat([shared, own.to(shared.dtype)], dim=-1) * scale).softmax(dim=-1).to(values.dtype)
+        theirs = torch.stack([(queries * attention.spread(key)).sum(-1) for key in self.own_keys[:own]], dim=-1)
+        weights = (torch.cat([shared, theirs.to(shared.dtype)], dim=-1) * scale).softmax(dim=-1).to(values.dtype)
         attended = weights[..., : keys.shape[2]] @ values
-        for index, value in enumerate(self.own_values):
+        for index, value in enumerate(self.own_values[:own]):
             attended = attended + weights[..., keys.shape[2] + index, None] * attention.spread(value)
         return attended
