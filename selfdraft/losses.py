@@ -23,10 +23,15 @@ Labels = Int[Tensor, " positions"]
 Sum = Float[Tensor, ""]
 
 
-def refuse_unknown(loss: str) -> None:
-    """ValueError for a loss that does not exist."""
+def check_loss(loss: str, decay: float = 1.0) -> None:
+    """ValueError for a loss that does not exist, or a `decay` under which later heads or steps would learn nothing."""
     if loss not in LOSSES:
         raise ValueError(f"loss is '{loss}'; known: {', '.join(get_args(Loss))}")
+    if not 0 < decay <= 1:
+        raise ValueError(
+            f"decay is {decay}: head or step i counts decay ** i, so it must be above 0, or all but the first learn "
+            "nothing, and at most 1"
+        )
 
 
 def vocabulary_loss(

@@ -126,6 +126,13 @@ def test_places_are_the_draft_tokens_in_any_order_of_the_vocabulary():
 # --- The choice in the drafters' configs ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["eagle", "medusa", "hydra"])
+@pytest.mark.parametrize("decay", [0.0, -0.5, 1.5, float("nan")])
+def test_a_decay_that_leaves_heads_untrained_is_refused(name, decay):
+    with pytest.raises(ValueError, match="decay is .* learn nothing"):
+        modules()[name].config_class(decay=decay)
+
+
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_an_unknown_loss_is_refused_when_the_config_is_made(name):
     config = modules()[name].config_class()

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
 from checkpoints import (
     fixed_settings,
     load_optimizers,
@@ -59,6 +60,7 @@ from selfdraft.target import Target
 
 BAD_STEPS = 10  # so many steps in a row without a finite gradient end the training
 EVAL_ROWS = 8  # prompts of an evaluation that are answered at once
+LONG = timedelta(days=1)
 TRIM_EVERY = 4  # steps between two returns of freed memory
 
 
@@ -77,6 +79,7 @@ def main(arguments: list[str]) -> None:
         mixed_precision=recipe.mixed_precision,
         log_with=None if recipe.log_with == "none" else recipe.log_with,
         project_dir=output,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=LONG)],  # one process may prepare or measure, the others wait
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError(

@@ -19,7 +19,7 @@ from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum, Observed
 from selfdraft.drafters.growth import Levels, grow
 from selfdraft.drafters.shortening import copy_weights, shortened
-from selfdraft.losses import Loss, refuse_unknown, vocabulary_loss
+from selfdraft.losses import Loss, check_loss, vocabulary_loss
 from selfdraft.planner import Plan
 from selfdraft.sampling import Noise
 from selfdraft.target import Target, prompt_parts, stored_weight
@@ -63,7 +63,7 @@ class DraftModelConfig:
     """Draft: nodes that are sent to the target."""
 
     def __post_init__(self) -> None:
-        refuse_unknown(self.loss)
+        check_loss(self.loss)
         if self.layers_of_target and self.model not in ({}, small_llama()):
             raise ValueError("layers_of_target takes its config from the target; leave out `model`")
 

@@ -16,7 +16,7 @@ from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum
 from selfdraft.drafters.feedback import Feedback, pack, take
 from selfdraft.drafters.layers import MLP, Attention, Layer, Memory, RMSNorm, Sizes, attend_cached
-from selfdraft.losses import Loss, refuse_unknown, vocabulary_loss
+from selfdraft.losses import Loss, check_loss, vocabulary_loss
 from selfdraft.target import Target
 
 
@@ -51,7 +51,7 @@ class EagleConfig(Sizes):
     """Draft: nodes that are sent to the target."""
 
     def __post_init__(self) -> None:
-        refuse_unknown(self.loss)
+        check_loss(self.loss, self.decay)
         if self.fc_norm and self.input_norm:
             raise ValueError("fc_norm and input_norm both norm the features; set fc_norm to false for input_norm")
         if self.layers < 1:

@@ -18,7 +18,7 @@ from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum
 from selfdraft.drafters.feedback import Feedback, pack, take
 from selfdraft.drafters.layers import MLP, Attention, Layer, Memory, RMSNorm, Sizes, attend_cached
-from selfdraft.losses import Loss, refuse_unknown, vocabulary_loss
+from selfdraft.losses import Loss, check_loss, vocabulary_loss
 from selfdraft.target import Target
 
 NOISE_LENGTH = 512  # a text of so many tokens gets `noise` as it stands; a longer one less, a shorter one more
@@ -46,7 +46,7 @@ class Eagle1Config(Sizes):
     """Draft: nodes that are sent to the target."""
 
     def __post_init__(self) -> None:
-        refuse_unknown(self.loss)
+        check_loss(self.loss)
 
     def resolved(self, target: Target) -> "Eagle1Config":
         """The same with every 0 filled in from the target. ValueError for another width than the target's."""

@@ -15,7 +15,7 @@ from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum, Observed
 from selfdraft.drafters.growth import grow
 from selfdraft.drafters.medusa import ResidualBlock
-from selfdraft.losses import Loss, refuse_unknown, vocabulary_loss
+from selfdraft.losses import Loss, check_loss, vocabulary_loss
 from selfdraft.planner import Plan
 from selfdraft.sampling import Noise
 from selfdraft.target import Target
@@ -45,7 +45,7 @@ class HydraConfig:
     """Draft: nodes that are sent to the target."""
 
     def __post_init__(self) -> None:
-        refuse_unknown(self.loss)
+        check_loss(self.loss, self.decay)
         if self.heads < 1 or self.layers < 1:
             raise ValueError(f"Hydra needs at least one head of one layer, not {self.heads} of {self.layers}")
 

@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu
 
 from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum, Observed
-from selfdraft.losses import Loss, refuse_unknown, vocabulary_loss
+from selfdraft.losses import Loss, check_loss, vocabulary_loss
 from selfdraft.planner import Plan
 from selfdraft.sampling import Noise
 from selfdraft.target import Target
@@ -51,7 +51,7 @@ class MedusaConfig:
     """Draft: nodes that are sent to the target."""
 
     def __post_init__(self) -> None:
-        refuse_unknown(self.loss)
+        check_loss(self.loss, self.decay)
 
     def resolved(self, target: Target) -> "MedusaConfig":
         """The same with the vocabulary's size filled in from the target. ValueError for an impossible shape."""
