@@ -31,15 +31,21 @@ _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype"}  # of a conf
 
 
 def live_features(
-    target: Target, layers: tuple[int, ...], tokens: Tensor, trained: Tensor, attention: Tensor
+    target: Target,
+    layers: tuple[int, ...],
+    tokens: Tensor,
+    trained: Tensor,
+    attention: Tensor,
+    differentiable: bool = False,
 ) -> FeatureBatch:
-    """The batch with the target's hidden states, in the target's own dtype and on its device, without gradients.
+    """The batch with the target's hidden states, in the target's own dtype and on its device; without gradients, unless
+    they are to be `differentiable`.
 
     `tokens`, `trained` and `attention` are `[batch, time]`, padded on the right: no token attends to one after it,
     so padding changes nothing, and neither does the number of conversations in a batch.
     """
     tokens, trained, attention = (part.to(target.device, non_blocking=True) for part in (tokens, trained, attention))
-    with torch.no_grad():
+    with torch.set_grad_enabled(differentiable):
         features, hidden = target.encode(tokens, layers)
     return FeatureBatch(tokens=tokens, trained=trained, attention=attention, features=features, hidden=hidden)
 
