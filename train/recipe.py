@@ -86,9 +86,7 @@ class Tune:
 
     def __post_init__(self) -> None:
         if self.rank < 0 or self.alpha <= 0:
-            raise ValueError(
-                f"tune.rank {self.rank} and tune.alpha {self.alpha}: a rank is 0 or more, an alpha above 0"
-            )
+            raise ValueError(f"tune.rank {self.rank}, tune.alpha {self.alpha}: the rank is 0 or more, alpha above 0")
         if not 0 <= self.warmup_ratio < 1 or not 0 <= self.ramp_ratio <= 1:
             raise ValueError(
                 f"tune.warmup_ratio {self.warmup_ratio} and tune.ramp_ratio {self.ramp_ratio} are shares of the steps: "

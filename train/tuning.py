@@ -41,11 +41,9 @@ def refuse_tuning(recipe: Recipe, distributed: DistributedType) -> None:
             f"not with {recipe.drafter}; set it to 0"
         )
     if recipe.features.cache:
-        raise ValueError("--features.cache keeps hidden states, and --tune.rank changes them; leave one of them out")
+        raise ValueError("--features.cache keeps hidden states, and --tune.rank changes them; leave one out")
     if recipe.compile:
-        raise ValueError(
-            "--compile is for a target that is only read, and --tune.rank trains it; leave one of them out"
-        )
+        raise ValueError("--compile is for a target that is only read, and --tune.rank trains it; leave one out")
     if distributed not in SHARED_OUT:
         raise ValueError(
             f"--tune.rank with {distributed.value}: the adapter is not shared out among processes; "
