@@ -24,6 +24,7 @@ import selfdraft.drafters
 from selfdraft.drafters.base import Drafter
 from selfdraft.target import Target
 
+ADAPTER = "adapter"  # in the folder of a drafter: the adapter of peft that its target was given along with it
 IDENTITY = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "fingerprint")
 
 
@@ -87,7 +88,9 @@ def load_drafter(source: str | Path, model: torch.nn.Module, strict: bool = True
     Args:
         source: folder, hub id, or name.
         model: the target that it drafts for.
-        strict: refuse a drafter whose target differs from `model` in identity, not only in shape.
+        strict: refuse a drafter whose target differs from `model` in identity, not only in shape; and one that was
+            trained along with an adapter of its target, when `model` has not just that one active. (False serves a
+            target that the adapter was merged into.)
 
     Raises:
         ValueError: unknown name, another target, missing or unexpected weights.
@@ -105,6 +108,8 @@ def load_drafter(source: str | Path, model: torch.nn.Module, strict: bool = True
     if ours is None:
         raise ValueError(f"{folder / 'config.json'} describes neither a selfdraft drafter nor a Hugging Face model")
     check_identity(ours["target"], target.identity(), strict)
+    if strict and (folder / ADAPTER).is_dir():
+        check_adapter(ours["target"].get("adapter"), target.adapter, folder / ADAPTER)
     kind = drafter_class(ours["drafter"])
     unknown = set(ours["config"]) - {each.name for each in fields(kind.config_class)}
     if unknown:
@@ -116,11 +121,13 @@ def load_drafter(source: str | Path, model: torch.nn.Module, strict: bool = True
     return drafter.to(target.device).eval()
 
 
-def save_drafter(drafter: Any, folder: str | Path, tokenizer: Any = None) -> None:
+def save_drafter(drafter: Any, folder: str | Path, tokenizer: Any = None, tuned: Any = None) -> None:
     """Writes `config.json` and `model.safetensors`; a folder is either the old one or the new one, never half.
 
     With the `tokenizer` that the training text came through, the config remembers its chat template, and
-    `selfdraft doctor` can tell whether the drafter meets the same one in use.
+    `selfdraft doctor` can tell whether the drafter meets the same one in use. `tuned` is the target as a PeftModel
+    that was trained along with the drafter: its adapter "default" goes to `adapter/`, and the tokenizer with it, so
+    that transformers loads the tuned target from there.
     """
     document: dict[str, Any] = {
         **getattr(drafter, "model_config", {}),
@@ -136,6 +143,11 @@ def save_drafter(drafter: Any, folder: str | Path, tokenizer: Any = None) -> Non
     with replacing(Path(folder)) as temporary:
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "config.json").write_text(json.dumps(document, indent=2) + "\n")
+        if tuned is not None:  # without embeddings, for which peft would ask the hub
+            beside: dict[str, Any] = {"selected_adapters": ["default"], "save_embedding_layers": False}
+            tuned.save_pretrained(temporary / ADAPTER, **beside)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temporary / ADAPTER)
 
 
 def tokenizer_identity(tokenizer: Any) -> dict[str, Any]:
@@ -240,6 +252,17 @@ def check_identity(trained_for: dict, given: dict, strict: bool) -> None:
         raise ValueError(
             f"this drafter was trained for {trained_for.get('name')}, and the target is {given['name']} "
             f"({differences}); {remedy}"
+        )
+
+
+def check_adapter(trained_with: str | None, active: str | None, adapter: Path) -> None:
+    """ValueError when the target has not the adapter that the drafter was trained along with."""
+    if trained_with != active:
+        raise ValueError(
+            f"this drafter was trained along with an adapter of its target, {adapter}, and the target has "
+            f"{'none' if active is None else 'another one'} active; load it: peft.PeftModel.from_pretrained(model, "
+            f"'{adapter}'), or --model {adapter}; a target that it was merged into is taken with "
+            "load_drafter(..., strict=False)"
         )
 
 

@@ -324,18 +324,20 @@ def uncompiled(model: PreTrainedModel) -> Callable | None:
 
 
 def adapter_of(model: PreTrainedModel) -> str | None:
-    """A digest of the adapters of peft that are switched on, None without: the same in any dtype, under any name."""
+    """A hash of the adapters of peft that are switched on, None without: the same in any dtype, under any name."""
     if not hasattr(model, "peft_config"):
         return None
-    layers = [each for each in model.modules() if hasattr(each, "adapter_layer_names") and not each.disable_adapters]
-    weights = [
-        weight
-        for layer in layers
-        for part in layer.adapter_layer_names
-        for name, weight in getattr(layer, part).named_parameters()
-        if name.split(".")[0] in layer.active_adapters and not weight.is_meta  # offloaded ones are not looked at
-    ]
-    if not weights:
-        return None
-    total = sum(weight.detach().to("cpu", torch.bfloat16).double().abs().sum() for weight in weights)
-    return f"{float(total):.6g}"
+    digest, found = hashlib.sha256(), False
+    for place, layer in model.named_modules():
+        if not hasattr(layer, "adapter_layer_names") or layer.disable_adapters:
+            continue
+        for part in layer.adapter_layer_names:
+            for name, weight in getattr(layer, part).named_parameters():
+                adapter, _, inner = name.partition(".")
+                if adapter not in layer.active_adapters or weight.is_meta:  # offloaded ones are not looked at
+                    continue
+                scale, found = getattr(layer, "scaling", {}).get(adapter, 1), True
+                digest.update(f"{place} {part} {inner} {list(weight.shape)} {scale:g}".encode())
+                numbers = weight.detach().to("cpu", torch.bfloat16).contiguous()
+                digest.update(numbers.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16] if found else None

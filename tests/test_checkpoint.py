@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import selfdraft
-from selfdraft import checkpoint, load_drafter, save_drafter
+from selfdraft import checkpoint, compare, load_drafter, save_drafter
 from selfdraft.drafters.eagle import Eagle, EagleConfig
 from selfdraft.target import Target
 from tests.contract.arms import GREEDY, NEW, NEWCOMERS, Case, arms, made, modules, plain
 from tests.contract.checks import equals_plain, same_tokens
 from tests.models import tiny
+from tests.test_doctor import chat_tokenizer
 
 ARMS = arms()
 CASE = Case("llama", "sdpa", "greedy", 3)
@@ -221,6 +224,97 @@ def other_target(**settings: Any) -> Any:
 def test_a_drafter_object_of_another_model_is_refused():
     with pytest.raises(ValueError, match="another model"):
         selfdraft.generate(other_target(), **CASE.inputs, drafter=eagle(), max_new_tokens=2, **GREEDY)
+
+
+# --- Drafters that were trained along with an adapter -----------------------------------------------------------------
+
+
+@pytest.fixture
+def tuned(tmp_path) -> Path:
+    """The folder of heads that were trained along with an adapter; beside it, in `base`, their target as it was."""
+    tiny("llama").save_pretrained(tmp_path / "base")
+    chat_tokenizer().save_pretrained(tmp_path / "base")
+    model = adapted(base_in(tmp_path))
+    save_drafter(made("medusa", Target(model)), tmp_path / "heads", chat_tokenizer(), model)
+    return tmp_path / "heads"
+
+
+def base_in(folder: Path, **settings: Any) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", **settings).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def adapted(model: Any, seed: int = 0, **settings: Any) -> Any:
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings)).eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.normal_(0, 0.3)
+    return model
+
+
+def test_heads_trained_along_with_an_adapter_are_loaded_with_it_and_refused_without(tuned):
+    model = base_in(tuned.parent)
+    untuned = model.generate(**CASE.inputs, max_new_tokens=NEW, **GREEDY)
+    with pytest.raises(
+        ValueError, match="the target has none active; load it: peft.PeftModel.from_pretrained.*--model"
+    ):
+        load_drafter(tuned, model)
+    with pytest.raises(ValueError, match="has none active"):
+        selfdraft.generate(model, **CASE.inputs, drafter=tuned, max_new_tokens=NEW, **GREEDY)
+    model = PeftModel.from_pretrained(model, str(tuned / "adapter"))
+    reference = model.generate(**CASE.inputs, max_new_tokens=NEW, **GREEDY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        ours = selfdraft.generate(model, **CASE.inputs, drafter=tuned, max_new_tokens=NEW, **GREEDY)
+    same_tokens(ours, reference)
+    assert ours.tolist() != untuned.tolist()
+    with model.disable_adapter(), pytest.raises(ValueError, match="has none active"):
+        load_drafter(tuned, model)
+
+
+def test_the_adapter_is_known_by_its_weights_and_not_by_its_name(tuned):
+    other = adapted(base_in(tuned.parent), seed=1)
+    with pytest.raises(ValueError, match="the target has another one active"):
+        load_drafter(tuned, other)
+    other.load_adapter(str(tuned / "adapter"), "right")
+    other.set_adapter("right")
+    load_drafter(tuned, other)
+
+    file = tuned / "adapter" / "adapter_model.safetensors"
+    negated = {name: -weight if "lora_A" in name else weight for name, weight in load_file(file).items()}
+    save_file(negated, file)
+    with pytest.raises(ValueError, match="another one active"):
+        load_drafter(tuned, PeftModel.from_pretrained(base_in(tuned.parent), str(tuned / "adapter")))
+
+
+def test_the_adapter_is_the_same_in_another_dtype(tuned):
+    model = PeftModel.from_pretrained(base_in(tuned.parent, dtype=torch.bfloat16), str(tuned / "adapter"))
+    load_drafter(tuned, model)
+
+
+def test_a_target_that_the_adapter_was_merged_into_is_taken_when_asked_for(tuned):
+    model = PeftModel.from_pretrained(base_in(tuned.parent), str(tuned / "adapter")).merge_and_unload()
+    with pytest.raises(ValueError, match="merged into is taken with load_drafter.*strict=False"):
+        load_drafter(tuned, model)
+    drafter = load_drafter(tuned, model, strict=False)
+    reference = model.generate(**CASE.inputs, max_new_tokens=NEW, **GREEDY)
+    with pytest.warns(UserWarning, match="made for the target with adapter"):
+        same_tokens(selfdraft.generate(model, **CASE.inputs, drafter=drafter, max_new_tokens=NEW, **GREEDY), reference)
+
+
+def test_the_commands_take_the_folder_of_the_adapter_as_the_model(tuned):
+    """`--model heads/adapter`: transformers loads the target with it, and the tokenizer lies beside it."""
+    model, tokenizer = compare.load_target(str(tuned / "adapter"), "float32")
+    assert tokenizer.chat_template == chat_tokenizer().chat_template
+    compare.load_drafters({"tuned": str(tuned)}, model)
+    reference = PeftModel.from_pretrained(base_in(tuned.parent), str(tuned / "adapter"))
+    ours = model.cpu().generate(**CASE.inputs, max_new_tokens=NEW, pad_token_id=0, **GREEDY)
+    same_tokens(ours, reference.generate(**CASE.inputs, max_new_tokens=NEW, **GREEDY))
+    with pytest.raises(ValueError, match="tuned: this drafter was trained along with an adapter"):
+        compare.load_drafters({"tuned": str(tuned)}, base_in(tuned.parent))
 
 
 # --- A list of drafters -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import selfdraft
@@ -145,3 +146,20 @@ def test_nothing_is_stored_on_the_model():
     target = Target(model)
     target.identity()
     assert set(vars(model)) == before and model.config.to_dict() == config
+
+
+def test_an_adapter_is_known_by_its_values_places_and_scale_and_not_by_its_name():
+    def adapted(name: str = "one", dtype: torch.dtype = torch.float32, factor: float = 1, **settings) -> str | None:
+        model = copy.deepcopy(tiny("llama")).to(dtype)
+        settings = {"r": 4, "lora_alpha": 4, "target_modules": ["v_proj"], "init_lora_weights": False} | settings
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(**settings), adapter_name=name)
+        for key, weight in model.named_parameters():
+            if "lora_B" in key:
+                weight.data.mul_(factor)
+        return Target(model).adapter
+
+    ours = adapted()
+    assert ours is not None and ours == adapted("two") == adapted(dtype=torch.bfloat16)
+    others = [adapted(factor=-1), adapted(lora_alpha=8), adapted(target_modules=["k_proj"]), adapted(r=2)]
+    assert len({ours, *others}) == 5

@@ -25,6 +25,7 @@ from accelerate.commands import launch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 from tqdm import tqdm
@@ -173,6 +174,8 @@ def test_tiny_recipe_trains_a_drafter_that_loads_and_learns(tmp_path, recipe):
     assert evaluations[-1]["tokens_per_round"] >= 1
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-15", "step-20"]
     model, _ = heads.load_target("configs/targets/tiny_llama.json")
+    if (output / "drafter" / "adapter").exists():
+        model = PeftModel.from_pretrained(model, str(output / "drafter" / "adapter"))
     loaded = load_drafter(output / "drafter", model)
     saved = load_file(output / "drafter" / "model.safetensors")
     assert saved.keys() == loaded.state_dict().keys()
@@ -388,11 +391,11 @@ def launch_environment(config: str) -> dict[str, str]:
     return {name: value for name, value in given.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
 
 
-def start_two(output: Path, config: str, *more: str) -> subprocess.Popen:
+def start_two(output: Path, config: str, *more: str, recipe: str = "tiny_eagle3") -> subprocess.Popen:
     """On CPUs, where `accelerate launch` itself would start one process, and knows no FSDP."""
     script = "tests/fsdp_on_cpu.py" if config == "fsdp2" else "train/heads.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", script]
-    command += ["--config", "configs/tiny_eagle3.yaml", "--output_dir", str(output), *more]
+    command += ["--config", f"configs/{recipe}.yaml", "--output_dir", str(output), *more]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | launch_environment(config) | {"ACCELERATE_USE_CPU": "true"}
     return subprocess.Popen(
         command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

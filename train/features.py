@@ -31,16 +31,23 @@ _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype"}  # of a conf
 
 
 def live_features(
-    target: Target, layers: tuple[int, ...], tokens: Tensor, trained: Tensor, attention: Tensor, packed: bool = False
+    target: Target,
+    layers: tuple[int, ...],
+    tokens: Tensor,
+    trained: Tensor,
+    attention: Tensor,
+    packed: bool = False,
+    differentiable: bool = False,
 ) -> FeatureBatch:
-    """The batch with the target's hidden states, in the target's own dtype and on its device, without gradients.
+    """The batch with the target's hidden states, in the target's own dtype and on its device; without gradients, unless
+    they are to be `differentiable`.
 
     `tokens`, `trained` and `attention` are `[batch, time]`, padded on the right: no token attends to one after it,
     so padding changes nothing, and neither does the number of conversations in a batch. `packed` has the target read
     them all in one row, without the padding, none seeing another.
     """
     tokens, trained, attention = (part.to(target.device, non_blocking=True) for part in (tokens, trained, attention))
-    with torch.no_grad():
+    with torch.set_grad_enabled(differentiable):
         if packed:
             positions = (attention.cumsum(dim=1) - 1)[attention]
             rows = target.encode(tokens[attention].unsqueeze(0), layers, positions.unsqueeze(0))

@@ -41,11 +41,13 @@ from data import Conversations, collate, plan_epoch, read_conversations, share_s
 from features import FeatureCache, live_features
 from guards import check_features, check_packing, describe_mask, probe
 from journal import best_so_far, console, describe, log, progress_bar, start_logging
+from peft import PeftModel
 from recipe import Optim, Recipe, parse_recipe
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from tuning import Joint, add_adapter, as_saved, language_loss, refuse_tuning
 
 import selfdraft
 from selfdraft.checkpoint import config_from_json, drafter_class, misfits
@@ -86,11 +88,12 @@ def main(arguments: list[str]) -> None:
             "training under DeepSpeed is not supported: it steps one optimizer inside its backward pass; "
             "to share a drafter out among processes take --config_file configs/accelerate/fsdp2.yaml"
         )
+    refuse_tuning(recipe, accelerator.distributed_type)
     use_cores(recipe.threads, accelerator)
     say = console.print if accelerator.is_main_process else lambda *_: None
     set_seed(recipe.seed)  # all processes begin with the same weights
 
-    # The target is only read: no gradients, its own dtype.
+    # The target is only read: no gradients, its own dtype. (Medusa-2 gives it an adapter below, which learns.)
     model, tokenizer = load_target(recipe.target, recipe.attention)
     model.requires_grad_(False).eval().to(accelerator.device)
     target = Target(model)
@@ -123,15 +126,22 @@ def main(arguments: list[str]) -> None:
     kind = drafter_class(recipe.drafter)
     if state:  # `start` may have settled what the recipe left open
         model_config = config_from_json(kind, state["drafter_config"])
+    tuned = None
+    if recipe.tune.rank:
+        tuned = add_adapter(model, recipe.tune, "" if state else recipe.start_from)
+        target = Target(model)
     drafter = kind(model_config, target).to(accelerator.device, torch.float32)
     if state is None:
         drafter.start(conversations.answer_counts(target.vocab_size).to(accelerator.device))
         if recipe.start_from:
             copy_weights(drafter, recipe.start_from, model)
+    joint = Joint(drafter, target, tuned, recipe.tune, len(plan)) if tuned else None
+    learner = joint or drafter  # all that is trained
     if checkpoint:
-        load_weights(checkpoint, drafter)
-    trainable = sum(weight.numel() for weight in drafter.parameters() if weight.requires_grad)
-    say(f"drafter: {recipe.drafter} with {trainable:,} weights; {len(plan):,} steps; {torch.get_num_threads()} threads")
+        load_weights(checkpoint, learner)
+    trainable = sum(weight.numel() for weight in learner.parameters() if weight.requires_grad)
+    what = f"{recipe.drafter} and an adapter of the target" if joint else recipe.drafter
+    say(f"drafter: {what} with {trainable:,} weights; {len(plan):,} steps; {torch.get_num_threads()} threads")
 
     if not state:
         check_features(target, drafter.feature_layers, conversations)
@@ -145,6 +155,8 @@ def main(arguments: list[str]) -> None:
     features_of: Callable[..., FeatureBatch] = partial(
         live_features, target, drafter.feature_layers, packed=recipe.data.packing
     )
+    if joint:
+        features_of = partial(joint.read, packed=recipe.data.packing)
     if recipe.features.cache:
         forward_tokens, processes = recipe.data.forward_tokens, accelerator.num_processes
         cache = FeatureCache(recipe.features.cache, target, drafter.feature_layers, recipe.features.dtype)
@@ -154,12 +166,16 @@ def main(arguments: list[str]) -> None:
 
     if recipe.activation_checkpointing:
         recompute_activations(drafter)
+        if joint:
+            recompute_activations(model)
     optimizers = make_optimizers(recipe.optim, target.vocab_size, drafter)
+    if joint:
+        optimizers.append(joint.optimizer(recipe.optim))
     model_to_train, *_ = accelerator.prepare(
-        drafter, *optimizers
+        learner, *optimizers
     )  # sharded, the optimizers hold the shares from here on
     if checkpoint:
-        load_optimizers(checkpoint, drafter, optimizers, accelerator.process_index)
+        load_optimizers(checkpoint, learner, optimizers, accelerator.process_index)
         say(f"resuming after step {done} from {checkpoint}")
     start_logging(accelerator, recipe, model_config, output, done)
     best = best_so_far(output) if accelerator.is_main_process else 0.0
@@ -176,10 +192,12 @@ def main(arguments: list[str]) -> None:
                     for group in optimizer.param_groups:
                         group["lr"] = group["peak_lr"] * scale
 
+                if joint:
+                    joint.begin(step)
                 shares = share_step(plan[step], lengths, recipe.data.forward_tokens, accelerator.num_processes)
                 batches = (collate(conversations, indices) for indices in shares[accelerator.process_index])
                 values = accumulate_gradients(accelerator, model_to_train, list(batches), features_of)
-                norm = float(whole(nn.utils.clip_grad_norm_(drafter.parameters(), recipe.optim.clip)))
+                norm = float(whole(nn.utils.clip_grad_norm_(learner.parameters(), recipe.optim.clip)))
 
                 # A step that has nothing to learn from, or no finite gradient, leaves the weights as they are.
                 usable = values["count"] > 0 and math.isfinite(norm)
@@ -206,9 +224,11 @@ def main(arguments: list[str]) -> None:
                 saves = (step + 1) % recipe.save_every == 0 or at_end
                 weights = {}
                 if measures or saves:
-                    weights = {name: whole(weight) for name, weight in drafter.state_dict().items()}
+                    weights = {name: whole(weight) for name, weight in learner.state_dict().items()}
                 if measures and accelerator.is_main_process:
-                    measured = keep_if_best(weights, drafter.config, target, tokenizer, held_out, recipe, output, best)
+                    own = drafter.state_dict() if joint else weights
+                    given = (own, drafter.config, target, tuned, tokenizer, held_out, recipe, output)
+                    measured = keep_if_best(*given, best)
                     if measured:
                         best = max(best, measured["tokens_per_round"])
                         log(accelerator, output, step + 1, measured)
@@ -217,7 +237,7 @@ def main(arguments: list[str]) -> None:
                 if saves:
                     state = {"step": step + 1, "settings": settings, "processes": accelerator.num_processes}
                     state["drafter_config"] = asdict(drafter.config)
-                    save_checkpoint(accelerator, output / "checkpoints", state, weights, drafter, optimizers)
+                    save_checkpoint(accelerator, output / "checkpoints", state, weights, learner, optimizers)
                     newest = step + 1
     except KeyboardInterrupt:
         say(
@@ -314,9 +334,9 @@ def copy_weights(drafter: Any, source: str, model: PreTrainedModel) -> None:
     drafter.load_state_dict(weights)
 
 
-def recompute_activations(drafter: nn.Module) -> None:
-    """Has the drafter's layers compute again, in the backward pass, what they would have kept for it."""
-    for module in drafter.modules():
+def recompute_activations(model: nn.Module) -> None:
+    """Has the layers of a drafter, or of the target, compute again in the backward pass what they would have kept."""
+    for module in model.modules():
         if isinstance(module, (Layer, ResidualBlock, PathBlock, GradientCheckpointingLayer)):
             module.forward = partial(recomputed, module.forward, use_reentrant=False)  # type: ignore[method-assign]
 
@@ -370,7 +390,8 @@ def accumulate_gradients(
 
     The *sum* over the positions of each forward pass is differentiated, and divided once by the count over all passes
     of all processes. So the gradient depends on the conversations of the step alone, and not on how they are padded
-    and shared out. Raises ValueError when a weight got no gradient: it would never learn, and DDP would wait for it.
+    and shared out. `features_of` gives a batch its hidden states. Raises ValueError when a weight got
+    no gradient: it would never learn, and DDP would wait for it.
     """
     drafter = accelerator.unwrap_model(model_to_train)
     sums: dict[str, Tensor] = {}
@@ -418,29 +439,32 @@ def keep_if_best(
     weights: dict[str, Tensor],
     config: Any,
     target: Target,
+    tuned: PeftModel | None,
     tokenizer: Any,
     held_out: Conversations | None,
     recipe: Recipe,
     output: Path,
     best: float,
 ) -> dict[str, float]:
-    """Saves the drafter as it will be used, in the target's dtype, and measures what was saved.
+    """Saves the drafter as it will be used, in the target's dtype, and measures what was saved, adapter and all.
 
     It becomes `output/drafter` if it drafts at least as well as the `best` so far, or if nothing is measured; another
     one is left beside it as `output/latest`. Returns what was measured. Leaves all random states as they were.
     """
     with torch.random.fork_rng():
+        target = Target(target.model)  # with the adapter of now
         twin = drafter_class(recipe.drafter)(config, target).to(target.device, target.dtype)
         twin.load_state_dict(weights)
         folder = output / ("drafter" if held_out is None else "latest")
         with saving(folder):
-            selfdraft.save_drafter(twin, folder, tokenizer)
+            selfdraft.save_drafter(twin, folder, tokenizer, tuned)
         if held_out is None:
             return {}
-        measured = evaluate(selfdraft.load_drafter(folder, target.model), target, held_out, recipe)
+        with as_saved(tuned, folder):
+            measured = evaluate(selfdraft.load_drafter(folder, target.model), target, held_out, recipe)
         if measured["tokens_per_round"] >= best:
             with saving(output / "drafter"):
-                selfdraft.save_drafter(twin, output / "drafter", tokenizer)
+                selfdraft.save_drafter(twin, output / "drafter", tokenizer, tuned)
             shutil.rmtree(folder)
         return measured
 
@@ -454,7 +478,11 @@ def evaluate(drafter: Any, target: Target, held_out: Conversations, recipe: Reci
     # Compiled layers would be compiled anew for the many shapes of decoding.
     with torch.compiler.set_stance("force_eager"):
         for indices in share_step(few, held_out.lengths, recipe.data.forward_tokens, 1)[0]:
-            add_loss(sums, drafter(live_features(target, drafter.feature_layers, *collate(held_out, indices))))
+            seen = live_features(target, drafter.feature_layers, *collate(held_out, indices))
+            loss = drafter(seen)
+            if recipe.tune.rank:  # what becomes of the target itself
+                loss.metrics["lm_loss"] = language_loss(target, seen)
+            add_loss(sums, loss)
         values = means_of({name: value.item() for name, value in sums.items()})
         measured = {f"validation_{name}": value for name, value in values.items()}
         for temperature in (0.0, 1.0):

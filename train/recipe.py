@@ -68,6 +68,38 @@ class Optim:
 
 
 @dataclass(frozen=True)
+class Tune:
+    """Medusa-2: a LoRA adapter of the target, trained along with the heads."""
+
+    rank: int = 0
+    """Rank of the adapter; 0 leaves the target as it is. Above, the drafter serves the tuned target only, whose adapter
+    is saved beside it."""
+    alpha: int = 16
+    """What the adapter adds is multiplied by alpha / rank."""
+    modules: str | list[str] = "all-linear"
+    """Names of the layers that are adapted; "all-linear" means all linear ones but the vocabulary projection."""
+    lr: float = 2.5e-4
+    """Peak learning rate of the adapter (AdamW); about a quarter of the heads'."""
+    heads_weight: float = 0.2
+    """Lambda in L = L_lm + lambda * L_heads, once it has risen."""
+    warmup_ratio: float = 0.3
+    """Share of the steps, the first ones, in which only the heads are trained, on the target as it is (Medusa-1)."""
+    ramp_ratio: float = 0.2
+    """Share of the steps, those after them, in which lambda rises from 0 in a line."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0 or self.alpha <= 0:
+            raise ValueError(f"tune.rank {self.rank}, tune.alpha {self.alpha}: the rank is 0 or more, alpha above 0")
+        if not 0 <= self.warmup_ratio < 1 or not 0 <= self.ramp_ratio <= 1:
+            raise ValueError(
+                f"tune.warmup_ratio {self.warmup_ratio} and tune.ramp_ratio {self.ramp_ratio} are shares of the steps: "
+                "from 0 to 1, and the warm-up less than all of them"
+            )
+        if self.heads_weight <= 0:
+            raise ValueError(f"tune.heads_weight {self.heads_weight}: heads without a weight learn nothing; try 0.2")
+
+
+@dataclass(frozen=True)
 class Eval:
     """What is measured on the way, on the validation data."""
 
@@ -103,6 +135,8 @@ class Recipe:
     """Where the target's hidden states come from."""
     optim: Optim = field(default_factory=Optim)
     """How the weights move."""
+    tune: Tune = field(default_factory=Tune)
+    """Whether the target learns too."""
     eval: Eval = field(default_factory=Eval)
     """What is measured on the way."""
     epochs: int = 1
