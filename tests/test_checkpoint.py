@@ -295,8 +295,13 @@ def test_the_adapter_is_the_same_in_another_dtype(tuned):
     load_drafter(tuned, model)
 
 
-def test_a_target_that_the_adapter_was_merged_into_is_taken_when_asked_for(tuned):
-    model = PeftModel.from_pretrained(base_in(tuned.parent), str(tuned / "adapter")).merge_and_unload()
+def test_a_merged_adapter_is_known_until_it_is_unloaded_and_then_taken_when_asked_for(tuned):
+    model = PeftModel.from_pretrained(base_in(tuned.parent), str(tuned / "adapter"))
+    model.merge_adapter()
+    drafter = load_drafter(tuned, model)
+    reference = model.generate(**CASE.inputs, max_new_tokens=NEW, **GREEDY)
+    same_tokens(selfdraft.generate(model, **CASE.inputs, drafter=drafter, max_new_tokens=NEW, **GREEDY), reference)
+    model = model.merge_and_unload()
     with pytest.raises(ValueError, match="merged into is taken with load_drafter.*strict=False"):
         load_drafter(tuned, model)
     drafter = load_drafter(tuned, model, strict=False)

@@ -229,8 +229,13 @@ def test_a_training_can_start_from_tuned_heads_and_their_adapter(tmp_path):
     before, after = (load_file(each / "adapter" / "adapter_model.safetensors") for each in (first, second))
     assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
     assert any(weight.any() for name, weight in after.items() if "lora_B" in name)
-    with pytest.raises(ValueError, match="has rank 4 and alpha 16, and the recipe 8 and 16; set --tune.rank"):
-        tune(tmp_path / "other", *still, "--start_from", str(first), "--tune.rank", "8")
+    for name, value, wanted in (
+        ("rank", "8", "rank 8, alpha 16"),
+        ("alpha", "8", "rank 4, alpha 8"),
+        ("modules", "[q_proj]", r"modules \['q_proj'\]"),
+    ):
+        with pytest.raises(ValueError, match=f"has rank 4, alpha 16, .* and the recipe .*{wanted}"):
+            tune(tmp_path / "other", *still, "--start_from", str(first), f"--tune.{name}", value)
     with pytest.raises(ValueError, match="trained along with an adapter of its target.*has none active"):
         train(tmp_path / "other", *ALONE, "--start_from", str(first), recipe="tiny_medusa")
 

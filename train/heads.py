@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> None:
     say = console.print if accelerator.is_main_process else lambda *_: None
     set_seed(recipe.seed)  # all processes begin with the same weights
 
-    # The target is only read: no gradients, its own dtype. (Medusa-2 gives it an adapter below, which learns.)
+    # The target is only read: no gradients, its own dtype.
     model, tokenizer = load_target(recipe.target, recipe.attention)
     model.requires_grad_(False).eval().to(accelerator.device)
     target = Target(model)
@@ -127,7 +127,7 @@ def main(arguments: list[str]) -> None:
     if state:  # `start` may have settled what the recipe left open
         model_config = config_from_json(kind, state["drafter_config"])
     tuned = None
-    if recipe.tune.rank:
+    if recipe.tune.rank:  # from here on the target has an adapter, which learns as well
         tuned = add_adapter(model, recipe.tune, "" if state else recipe.start_from)
         target = Target(model)
     drafter = kind(model_config, target).to(accelerator.device, torch.float32)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from features import live_features
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from recipe import Optim, Recipe, Tune
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -56,16 +56,6 @@ def add_adapter(model: Any, tune: Tune, start_from: str = "") -> PeftModel:
     `start_from`, if it has one. ValueError for layers that cannot have one."""
     if hasattr(model, "peft_config"):
         raise ValueError("the target has an adapter already; merge it (merge_and_unload) and save the model first")
-    folder = find_folder(start_from) / ADAPTER if start_from else Path()
-    if start_from and folder.is_dir():
-        tuned = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-        kept = tuned.peft_config["default"]
-        if (kept.r, kept.lora_alpha) != (tune.rank, tune.alpha):
-            raise ValueError(
-                f"{folder} has rank {kept.r} and alpha {kept.lora_alpha:g}, and the recipe {tune.rank} and "
-                f"{tune.alpha:g}; set --tune.rank and --tune.alpha to the former"
-            )
-        return tuned
     config = LoraConfig(r=tune.rank, lora_alpha=tune.alpha, target_modules=tune.modules, task_type="CAUSAL_LM")
     tuned = get_peft_model(model, config)
     for lent in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -74,6 +64,14 @@ def add_adapter(model: Any, tune: Tune, start_from: str = "") -> PeftModel:
                 "--tune.modules names the embedding or the vocabulary projection, which drafters borrow as they are; "
                 "leave it out"
             )
+    folder = find_folder(start_from) / ADAPTER if start_from else Path()
+    if start_from and folder.is_dir():
+        ours, theirs = tuned.peft_config["default"], PeftConfig.from_pretrained(str(folder))
+        shapes = [(each.r, each.lora_alpha, sorted(each.target_modules)) for each in (ours, theirs)]
+        if shapes[0] != shapes[1]:
+            wanted, given = (f"rank {rank}, alpha {alpha:g}, modules {modules}" for rank, alpha, modules in shapes)
+            raise ValueError(f"{folder} has {given}, and the recipe {wanted}; set those under `tune` to the former")
+        tuned.load_adapter(str(folder), "default", is_trainable=True)
     return tuned
 
 
