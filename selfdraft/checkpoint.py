@@ -75,6 +75,23 @@ def warn_of_other_weights(made_for: str | None, active: str | None) -> None:
         )
 
 
+def warn_of_guesses(folder: Path, config: Any, given: dict[str, Any]) -> None:
+    """Says it when the config in a folder leaves open what another target, or version, would fill in otherwise."""
+    fresh = type(config)()
+    guesses = {
+        each.name: value
+        for each in fields(config)
+        if each.name not in given and (value := getattr(config, each.name)) != getattr(fresh, each.name)
+    }
+    if guesses:
+        taken = ", ".join(f"{name} {value}" for name, value in guesses.items())
+        warnings.warn(
+            f"{folder / 'config.json'} does not say what the drafter was trained with, so the target's default is "
+            f"taken: {taken}; if that is not it, little of what is drafted will be accepted: write it down there",
+            stacklevel=3,
+        )
+
+
 def describe(wanted: Any) -> str:
     return f"'{wanted}'" if isinstance(wanted, (str, Path)) else type(wanted).__name__
 
@@ -115,6 +132,7 @@ def load_drafter(source: str | Path, model: torch.nn.Module, strict: bool = True
     if unknown:
         raise ValueError(f"{folder} has config fields that this version does not know: {sorted(unknown)}")
     drafter = kind(config_from_json(kind, ours["config"]), target)
+    warn_of_guesses(folder, drafter.config, ours["config"])
     load_weights(drafter, folder / "model.safetensors")
     drafter.check(target)
     target.adapter = ours["target"].get("adapter")  # the one that it was trained for, whatever is active now

@@ -2,8 +2,9 @@
 `train` extra installs, so that it is imported when rows are asked for."""
 
 import glob
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import datasets
@@ -33,7 +34,29 @@ def open_rows(source: str | list[str], split: str = "train", option: str = "--da
     kinds = {_FORMATS.get(Path(file).suffix) for file in files}
     if len(kinds) != 1 or None in kinds:
         raise ValueError(f"{source}: expected .parquet files only, or .json/.jsonl files only")
-    return datasets.load_dataset(kinds.pop(), data_files=files, split="train")
+    try:
+        return datasets.load_dataset(kinds.pop(), data_files=files, split="train")
+    except Exception as problem:  # of datasets, pyarrow and pandas; StopIteration for an empty file
+        reason = problem.__cause__ or problem
+        raise ValueError(f"{source} cannot be read as rows: {str(reason) or 'it is empty'}") from problem
+
+
+def tools_of(row: dict[str, Any], where: str) -> list[Any] | None:
+    """The tools of a row, which may be written as JSON; None without. ValueError, with `where`, for other text."""
+    tools = without_gaps(row.get("tools"))
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} has tools that are not JSON: {error}") from None
+    return tools or None
+
+
+def without_gaps(value: Any) -> Any:
+    """Data sets give every dictionary of a column the keys of all others, with None for what is not there."""
+    if isinstance(value, dict):
+        return {key: without_gaps(each) for key, each in value.items() if each is not None}
+    return [without_gaps(each) for each in value] if isinstance(value, list) else value
 
 
 def _is_path(name: str) -> bool:

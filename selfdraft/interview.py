@@ -5,7 +5,6 @@ arXiv 2406.08464). Conversation number i is a function of the seed, the settings
 """
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfdraft.compare import conversation_ids
-from selfdraft.datafiles import open_rows
+from selfdraft.datafiles import open_rows, tools_of
 from selfdraft.drafters.base import Drafter
 from selfdraft.rows import end_tokens
 from selfdraft.texts import Text, seed_of, write
@@ -281,12 +280,7 @@ def read_scripts(source: str, split: str) -> list[Script]:
 
 
 def _script(row: Row, where: str) -> Script:
-    system, tools = None, _without_gaps(row.get("tools"))
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} has tools that are not JSON: {error}") from None
+    system = None
     if "messages" in row:
         turns: list[Any] = []
         for message in row["messages"] or []:
@@ -300,11 +294,4 @@ def _script(row: Row, where: str) -> Script:
         turns = [row["prompt"]] if "prompt" in row else list(row["turns"] or [])
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError(f"{where} has no user's turn, or an empty one: {turns!r}; give it text or remove the row")
-    return Script(turns, system, tools or None)
-
-
-def _without_gaps(value: Any) -> Any:
-    """Data sets give every dictionary of a column the keys of all others, with None for what is not there."""
-    if isinstance(value, dict):
-        return {key: _without_gaps(each) for key, each in value.items() if each is not None}
-    return [_without_gaps(each) for each in value] if isinstance(value, list) else value
+    return Script(turns, system, tools_of(row, where))

@@ -74,6 +74,17 @@ def test_the_file_holds_the_drafter_and_nothing_of_the_target(name, tmp_path):
     assert (tmp_path / "heads" / "model.safetensors").stat().st_size < 1.01 * own + 8192
 
 
+@pytest.mark.parametrize("name", ["feature_layers", "rope_theta"])
+def test_what_a_config_does_not_say_is_guessed_with_a_warning(name, saved):
+    """A drafter that was trained on other layers than the default ones would be accepted next to never."""
+    document = json.loads((saved / "config.json").read_text())
+    value = document["selfdraft"]["config"].pop(name)
+    assert value, "what was settled when the drafter was made is written down"
+    (saved / "config.json").write_text(json.dumps(document))
+    with pytest.warns(UserWarning, match=f"does not say what the drafter was trained with.*{name}"):
+        load_drafter(saved, CASE.model)
+
+
 def test_the_dtype_is_that_of_the_file(tmp_path):
     save_drafter(eagle().bfloat16(), tmp_path / "heads")
     again = load_drafter(tmp_path / "heads", CASE.model)

@@ -1,5 +1,6 @@
 """What is trained on: masks by template diff, counts of what is left out, clear errors, the order of the batches."""
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "train"))
@@ -19,6 +20,8 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Says who speaks, where a turn has a name.
+NAMED = CHATML.replace("}}\n{{", "}}{{ ' ' ~ message['name'] if message['name'] is defined else '' }}\n{{")
 # Drops the reasoning of earlier turns, as several reasoning models do.
 FORGETFUL = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -84,6 +87,118 @@ def test_the_mask_starts_where_the_generation_prompt_ends(tokenizer):
     assert tokens[: trained.argmax()].tolist() == prompt
 
 
+def test_a_text_that_begins_with_the_templates_own_bos_has_one(tokenizer, monkeypatch):
+    """As with llama: the template writes it, and so does the tokenizer when it is asked for a plain text."""
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    again = copy.deepcopy(tokenizer)
+    again.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
+    )
+    assert again("hi")["input_ids"][0] == start
+    tokens, trained = data.chat_tokens(CHAT, again, {again.eos_token_id})
+    expected, mask = data.chat_tokens(CHAT, tokenizer, {tokenizer.eos_token_id})
+    assert tokens.tolist() == expected.tolist() and trained.tolist() == mask.tolist()
+    assert tokens[:2].tolist().count(start) == 1
+
+
+def test_tools_reach_the_template_whatever_other_rows_have(tmp_path, tokenizer, monkeypatch):
+    """Data sets give the dictionaries of a column each other's keys, with nothing in them."""
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools | tojson if tools else '' }}" + NAMED)
+    tools = [{"name": "clock", "zone": "UTC"}]
+    rows = [
+        {"messages": CHAT, "tools": tools},
+        {"messages": [{**CHAT[0], "name": "me"}, *CHAT[1:]], "tools": [{"name": "dice", "sides": 6}]},
+        {"messages": CHAT, "tools": None},
+    ]
+    read = data.read_conversations(
+        write_rows(tmp_path / "a.jsonl", rows), 512, 300, tokenizer, {tokenizer.eos_token_id}
+    )
+    assert read.tokens[0].tolist() == tokenizer.apply_chat_template(CHAT, tools=tools, return_dict=False)
+    assert tokenizer.decode(read.tokens[1]).startswith('[{"name": "dice", "sides": 6}]<|im_start|>user me\n')
+    assert tokenizer.decode(read.tokens[2]).startswith("<|im_start|>user\n")
+    assert {tokenizer.decode(t[m]) for t, m in zip(read.tokens, read.trained, strict=True)} == {
+        "hello you<|im_end|>bye 👋<|im_end|>"
+    }
+    as_text = [{"messages": CHAT, "tools": json.dumps(tools)}]
+    again = data.read_conversations(
+        write_rows(tmp_path / "b.jsonl", as_text), 512, 300, tokenizer, {tokenizer.eos_token_id}
+    )
+    assert again.tokens[0].tolist() == read.tokens[0].tolist()
+
+
+def test_an_answer_to_nobody_and_one_without_words_are_not_trained(tokenizer):
+    greeting = {"role": "assistant", "content": "welcome"}
+    call = {"role": "assistant", "tool_calls": [{"name": "clock"}]}
+    assert trained_text([greeting, *CHAT[:2]], tokenizer) == "hello you<|im_end|>"
+    assert trained_text([{"role": "system", "content": "be brief"}, *CHAT[:2]], tokenizer) == "hello you<|im_end|>"
+    render = tokenizer.chat_template.replace("message['content']", "message['content'] or ''")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = render
+    assert trained_text([CHAT[0], call, *CHAT[2:]], tokenizer) == "bye 👋<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt_ids": None, "response_ids": [4]}, "row 1: prompt_ids is None, and has to be a list of token ids"),
+        ({"prompt_ids": [3], "response_ids": None}, "row 1: response_ids is None"),
+        ({"prompt_ids": [3], "response_ids": [4, None]}, "row 1: response_ids is"),
+        ({"prompt_ids": [3.5], "response_ids": [4]}, r"row \d: prompt_ids is \[.*and has to be a list of token ids"),
+        ({"prompt_ids": [-3], "response_ids": [4]}, "holds the token id -3"),
+    ],
+)
+def test_ids_that_are_none_are_refused_with_their_row(tmp_path, row, message):
+    file = write_rows(tmp_path / "rows.jsonl", [pair(3, 2), row])
+    with pytest.raises(ValueError, match=message):
+        data.read_conversations(file, 64, 128)
+
+
+@pytest.mark.parametrize(
+    "ids", [{"prompt_ids": ["3"], "response_ids": ["4"]}, {"prompt_ids": "a", "response_ids": "b"}]
+)
+def test_text_and_nested_lists_are_no_ids(tmp_path, ids):
+    for value in (ids, {"prompt_ids": [[3, 4]], "response_ids": [[5, 6]]}):
+        with pytest.raises(ValueError, match="row 0: prompt_ids is .*has to be a list of token ids"):
+            data.read_conversations(write_rows(tmp_path / "rows.jsonl", [value]), 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (None, "row 1: messages is None, and has to be a list of turns"),
+        ([], r"row 1: messages is \[\]"),
+        ([{"content": "hi"}], "row 1: messages is .*a list of turns with role and content"),
+        ([{"role": "tool", "content": "5"}], "row 1: the target's chat template refuses the conversation: no tools"),
+    ],
+)
+def test_chats_that_cannot_be_rendered_are_refused_with_their_row(tmp_path, tokenizer, monkeypatch, messages, message):
+    refusing = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML
+    monkeypatch.setattr(tokenizer, "chat_template", refusing)
+    file = write_rows(tmp_path / "rows.jsonl", [{"messages": CHAT}, {"messages": messages}])
+    with pytest.raises(ValueError, match=message):
+        data.read_conversations(file, 64, 300, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", b'{"prompt_ids": [1, 2], "resp'),
+        ("b.jsonl", b""),
+        ("c.jsonl", b"hello\n"),
+        ("d.parquet", b"PAR1 no"),
+    ],
+)
+def test_a_file_that_does_not_parse_is_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} cannot be read as rows: ."):
+        data.read_conversations(str(tmp_path / name), 64, 128)
+
+
+def test_where_all_is_an_answer_the_first_token_is_the_prompt(tmp_path):
+    read = data.read_conversations(write_rows(tmp_path / "rows.jsonl", [pair(0, 5)]), 64, 128)
+    assert read.prompt(0).tolist() == [50]
+
+
 def test_an_empty_answer_is_not_trained(tokenizer):
     silent = [CHAT[0], {"role": "assistant", "content": ""}]
     assert trained_text(silent, tokenizer) == ""
@@ -144,6 +259,11 @@ def test_no_template_no_columns_and_a_foreign_vocabulary_are_errors(tmp_path):
         data.read_conversations(write_rows(tmp_path / "b.jsonl", [{"text": "hi"}]), max_length=64, vocab_size=300)
     with pytest.raises(ValueError, match="ids up to 51, but the target's vocabulary has 40"):
         data.read_conversations(write_rows(tmp_path / "c.jsonl", [pair(3, 2)]), max_length=64, vocab_size=40)
+
+
+def test_a_missing_file_is_named_with_the_option_that_asked_for_it():
+    with pytest.raises(ValueError, match="set the path with --data.validation"):
+        data.read_conversations("nowhere.jsonl", 64, 128, split="validation")
 
 
 @pytest.mark.parametrize("missing", ["nowhere/train-*.parquet", "nowhere.jsonl"])

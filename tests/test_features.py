@@ -283,6 +283,40 @@ def test_a_damaged_file_is_named(tmp_path, target, conversations):
         build(FeatureCache(tmp_path, target, LAYERS), conversations)
 
 
+def test_a_disk_that_fills_up_while_building_is_one_clear_error_and_the_build_goes_on_later(
+    tmp_path, target, conversations, forwards, monkeypatch
+):
+    monkeypatch.setattr(features, "SHARD_BYTES", 200_000)
+    plain, written = features.save_file, []
+
+    def save_file(tensors, file):
+        written.append(file)
+        if len(written) == 3:
+            file.write_bytes(b"half of it")
+            raise OSError(28, "No space left on device")
+        plain(tensors, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(features, "save_file", save_file)
+        with pytest.raises(ValueError, match="could not write .*No space left.*GB are free.*same command continues"):
+            build(FeatureCache(tmp_path, target, LAYERS), conversations)
+    assert not list(tmp_path.rglob("*.partial")) and len(list(tmp_path.rglob("*.safetensors"))) == 2
+    before = sum(forwards)
+    cache = build(FeatureCache(tmp_path, target, LAYERS), conversations)
+    assert sum(forwards) - before < before
+    assert files_of(cache) == files_of(build(FeatureCache(tmp_path / "straight", target, LAYERS), conversations))
+
+
+def test_a_disk_without_room_for_a_line_is_one_clear_error(tmp_path, target, conversations, forwards, monkeypatch):
+    def write_text(self, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(ValueError, match="features cannot be kept in .*No space left.*set --features.cache"):
+        build(FeatureCache(tmp_path, target, LAYERS), conversations)
+    assert forwards == []
+
+
 def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path, target, conversations):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="features cannot be kept in .*file.*set --features.cache"):

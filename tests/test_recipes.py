@@ -106,3 +106,26 @@ def test_help_explains_every_setting(capsys):
     ):
         assert f"--{key}" in text
     assert "Peak learning rate of Muon" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.step_tokens", 0),
+        ("data.forward_tokens", 0),
+        ("data.max_length", -3),
+        ("eval.every", 0),
+        ("eval.prompts", 0),
+        ("eval.max_new_tokens", 1),
+        ("epochs", 0),
+        ("max_steps", -1),
+        ("save_every", 0),
+        ("threads", -2),
+        ("optim.clip", 0),
+        ("optim.clip", -1),
+        ("optim.warmup_ratio", 3),
+    ],
+)
+def test_a_number_with_which_nothing_would_be_learnt_or_measured_is_refused(key, value):
+    with pytest.raises(ValueError, match=f"{key} is {value}"):
+        parse("tiny_eagle3", f"--{key}", str(value))

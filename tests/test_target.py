@@ -105,6 +105,16 @@ def test_the_lent_head_turns_the_stored_hidden_state_into_the_models_logits(fami
     the_lent_head_is_the_models_own(tiny(family))
 
 
+@pytest.mark.parametrize("settings", [{"do_layer_norm_before": False}, {"_remove_final_layer_norm": True}])
+def test_a_family_that_may_have_no_final_norm_lends_its_head_right_without_it(settings):
+    config = copy.deepcopy(tiny("opt").config)
+    config.update(settings)
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(config).eval()
+    assert model.model.decoder.final_layer_norm is None
+    the_lent_head_is_the_models_own(model)
+
+
 @pytest.mark.parametrize("family", ["granite", "granitemoe", "cohere"])
 def test_logits_that_a_family_scales_are_scaled_in_the_lent_head_too(family):
     config = copy.deepcopy(tiny(family).config)

@@ -38,7 +38,7 @@ import guards  # noqa: E402
 import heads  # noqa: E402
 import recipe as recipe_module  # noqa: E402
 
-from selfdraft import generate, load_drafter  # noqa: E402
+from selfdraft import Plan, generate, load_drafter  # noqa: E402
 from selfdraft.drafters.base import FeatureBatch, LossSum  # noqa: E402
 from selfdraft.metrics import Stats  # noqa: E402
 from selfdraft.target import Target  # noqa: E402
@@ -75,6 +75,11 @@ class Toy(nn.Module):
     @property
     def target(self):
         return self.lent[0]
+
+    plan = Plan(1)
+
+    def check(self, target):
+        pass
 
     def start(self, answer_counts):
         pass
@@ -449,6 +454,126 @@ def test_a_training_that_stays_without_finite_gradients_ends(tmp_path, toy):
     with pytest.raises(ValueError, match="10 steps in a row had no finite gradient.*newest checkpoint is of step 15"):
         train_toy(tmp_path, "--model.nan_at", "6", "--model.nan_calls", "100", "--data.forward_tokens", "10000")
     assert records(tmp_path)[-1]["step"] == 15
+
+
+def write_pairs(file: Path, *sizes: tuple[int, int]) -> str:
+    rows = [{"prompt_ids": [*range(3, 3 + prompt)], "response_ids": [*range(40, 40 + said)]} for prompt, said in sizes]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_the_shortest_and_the_longest_answers_train_together(tmp_path, recipe):
+    """Answers of no, one and many tokens; prompts of no and one; each conversation a step of its own, and then all."""
+    file = write_pairs(tmp_path / "rows.jsonl", (5, 0), (5, 1), (1, 1), (1, 2), (0, 3), (0, 2), (3, 90), (2, 12))
+    for name, step_tokens in (("alone", "1"), ("together", "500")):
+        more = ["--data.train", file, "--data.validation", file, "--data.step_tokens", step_tokens, "--max_steps", "7"]
+        more += ["--activation_checkpointing", "true", "--eval.every", "7"]
+        output = train(tmp_path / name, *more, "--threads", "1", recipe=recipe)
+        steps = [line for line in records(output) if "loss" in line]
+        assert len(steps) == 7 and all(math.isfinite(line["loss"]) for line in steps)
+        assert records(output)[-1]["tokens_per_round"] >= 1
+
+
+def test_a_step_without_a_token_to_learn_changes_nothing(tmp_path):
+    """Not even by weight decay; and a training of such steps says why it ends."""
+    file = write_pairs(tmp_path / "rows.jsonl", *[(1, 1)] * 4)
+    more = [*ALONE, "--data.train", file, "--optim.weight_decay", "0.1", "--save_every", "1", "--max_steps", "12"]
+    with pytest.raises(ValueError, match="or no token that the drafter can learn from .*of 0 tokens"):
+        train(tmp_path / "run", *more, recipe="tiny_hydra")
+    first, last = (load_file(tmp_path / "run" / "checkpoints" / f"step-{n}" / "model.safetensors") for n in (8, 9))
+    assert any(weight.any() for weight in first.values())
+    torch.testing.assert_close(first, last, rtol=0, atol=0)
+    model = heads.load_target("configs/targets/tiny_llama.json")[0]
+    wanted, config = heads.parse_recipe(["--config", "configs/tiny_hydra.yaml"])
+    fresh = heads.drafter_class(wanted.drafter)(config, Target(model)).state_dict()
+    name = "heads.0.0.res_connection.weight"
+    assert torch.equal(last[name], fresh[name])
+
+
+@pytest.mark.parametrize("which", ["target", "draft model"])
+def test_conversations_beyond_learned_positions_are_refused_before_the_first_step(tmp_path, which):
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 16}
+    (tmp_path / "gpt2.json").write_text(json.dumps(gpt2 | {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2}))
+    more = ["--target", str(tmp_path / "gpt2.json")] if which == "target" else ["--model.model", json.dumps(gpt2)]
+    recipe = "tiny_eagle3" if which == "target" else "tiny_draft"
+    message = f"a conversation has .* tokens, and the {which} has positions for 16; set --data.max_length 16"
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path / "run", *ALONE, *more, recipe=recipe)
+    assert not (tmp_path / "run").exists()
+    train(tmp_path / "run", *ALONE, *more, "--data.max_length", "16", "--max_steps", "1", recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["--model.feature_layers", "[1, 9]"], "feature_layers .* do not exist in 4 layers"),
+        (["--model.feature_layers", "[-9]"], "feature_layers .* do not exist in 4 layers"),
+        (["--model.depth", "0"], "model.depth is 0, so the drafter would draft nothing"),
+        (["--model.width", "0"], "a plan needs"),
+    ],
+)
+def test_a_drafter_that_cannot_draft_is_refused_before_the_first_step(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path / "run", *settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_drafter_of_other_feature_layers_is_no_start(tmp_path):
+    first = train(tmp_path / "first", *ALONE, "--max_steps", "1", "--model.feature_layers", "[0, 2, 3]") / "drafter"
+    other = ["--start_from", str(first), "--model.feature_layers", "[1, 2, 4]"]
+    with pytest.raises(
+        ValueError, match=r"reads the target's layers \(0, 2, 3\).*set --model.feature_layers to \[0, 2, 3"
+    ):
+        train(tmp_path / "second", *ALONE, *other)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[1]", '{"model_type": "llama", "hidden_size": 65}'])
+def test_a_target_config_that_describes_nothing_is_named(tmp_path, content):
+    (tmp_path / "target.json").write_text(content)
+    with pytest.raises(ValueError, match="the target '.*target.json' could not be loaded: ."):
+        heads.load_target(str(tmp_path / "target.json"))
+
+
+@pytest.mark.parametrize("file", ["state.json", "model.safetensors", "optimizers.pt", "random_0.pt"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(tmp_path, toy, file):
+    straight = train_toy(tmp_path / "straight", "--max_steps", "10")
+    damaged = train_toy(tmp_path / "damaged", "--max_steps", "10")
+    shutil.copytree(damaged / "checkpoints" / "step-5", damaged / "checkpoints" / "step-5-mine")
+    newest = damaged / "checkpoints" / "step-10"
+    (newest / "state.json").write_text((newest / "state.json").read_text().replace('"step": 10', '"step": 9'))
+    (newest / file).write_bytes(b"half of it")
+    with pytest.raises(ValueError, match="step-10 cannot be read .*; delete it, and the same command continues"):
+        train_toy(damaged, "--max_steps", "10")
+    shutil.rmtree(newest)
+    assert_same_training(train_toy(damaged, "--max_steps", "10"), straight)
+    assert (damaged / "checkpoints" / "step-5-mine").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path, toy, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ValueError, match="could not write .*there is no earlier checkpoint"):
+            train_toy(output)
+    plain = json.dumps
+
+    def dumps(value, *args, **kwargs):
+        if isinstance(value, dict) and value.get("step") == 8 and "loss" in value:
+            raise OSError(28, "No space left on device")
+        return plain(value, *args, **kwargs)
+
+    monkeypatch.setattr("journal.json.dumps", dumps)
+    with pytest.raises(ValueError, match="could not write .*metrics.jsonl .*No space left.*step-5 is whole"):
+        train_toy(tmp_path / "run")
+
+
+def test_processes_wait_for_the_one_that_prepares_data_or_measures(tmp_path, toy, monkeypatch):
+    """As long as that takes: half an hour, the default of a collective, is soon over."""
+    made, plain = [], heads.Accelerator
+    monkeypatch.setattr(heads, "Accelerator", lambda **settings: made.append(settings) or plain(**settings))
+    train_toy(tmp_path, "--max_steps", "1")
+    (handler,) = made[0]["kwargs_handlers"]
+    assert handler.timeout.total_seconds() >= 6 * 3600
 
 
 def test_a_weight_that_the_loss_forgets_is_named(tmp_path, toy, monkeypatch):

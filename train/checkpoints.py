@@ -58,13 +58,19 @@ def fixed_settings(recipe: Recipe, model_config: Any, conversations: Conversatio
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """A checkpoint gets its name when it is whole, so every `step-N` is whole."""
-    found = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-    return found[-1] if found else None
+    return next(reversed(checkpoints_in(folder)), None)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """In the order of their steps; a copy that somebody has made under another name is none."""
+    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def read_state(checkpoint: Path, settings: dict, processes: int) -> dict:
     """Where the training stands. ValueError when this command would not continue it, but start another one."""
-    state = json.loads((checkpoint / "state.json").read_text())
+    with reading(checkpoint):
+        state = json.loads((checkpoint / "state.json").read_text())
     before, now = dict(leaves(state["settings"])), dict(leaves(settings))
     # A setting that only one version of this script knows has its old meaning by default.
     differing = [key for key in before if key in now and before[key] != now[key]]
@@ -114,14 +120,15 @@ def save_checkpoint(
         if accelerator.is_main_process:
             flush_to_disk(partial)
             partial.rename(final)
-            for old in sorted(folder.glob("step-*"), key=lambda path: int(path.name[5:]))[:-KEPT_CHECKPOINTS]:
+            for old in checkpoints_in(folder)[:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old)
         accelerator.wait_for_everyone()
 
 
 def load_weights(checkpoint: Path, drafter: nn.Module) -> None:
     """Before the drafter is given to accelerate, which may share it out."""
-    drafter.load_state_dict(load_file(checkpoint / "model.safetensors"))
+    with reading(checkpoint):
+        drafter.load_state_dict(load_file(checkpoint / "model.safetensors"))
 
 
 def load_optimizers(
@@ -129,9 +136,10 @@ def load_optimizers(
 ) -> None:
     """After the drafter was given to accelerate. Random states come last: nothing is drawn between here and the next
     step."""
-    moments = torch.load(checkpoint / "optimizers.pt", map_location="cpu")
+    with reading(checkpoint):
+        moments = torch.load(checkpoint / "optimizers.pt", map_location="cpu")
+        states = torch.load(checkpoint / f"random_{process}.pt", weights_only=False)
     set_optimizer_state_dict(drafter, optimizers, moments, options=WHOLE)
-    states = torch.load(checkpoint / f"random_{process}.pt", weights_only=False)
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -150,6 +158,19 @@ def flush_to_disk(folder: Path) -> None:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
+
+
+@contextlib.contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Turns whatever a damaged checkpoint raises into one clear ValueError."""
+    try:
+        yield
+    except Exception as problem:
+        reason = next(iter(str(problem).splitlines()), type(problem).__name__)
+        raise ValueError(
+            f"{checkpoint} cannot be read ({reason}); delete it, and the same command continues from the checkpoint "
+            "before it, or begins anew without one"
+        ) from problem
 
 
 @contextlib.contextmanager

@@ -1,20 +1,22 @@
 """Conversations -> token ids and a mask of the trained ones, and the order in which a training visits them.
 
-A row holds either `messages` (chat turns) or `prompt_ids` and `response_ids` (exactly what the target saw and said).
-The ids win when a row has both: nothing is re-tokenised then.
+A row holds either `messages` (chat turns; the chat template is given the `tools` beside them) or `prompt_ids` and
+`response_ids` (exactly what the target saw and said). The ids win when a row has both: nothing is re-tokenised then.
 """
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from os.path import commonprefix
 from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
-from selfdraft.datafiles import open_rows
+from selfdraft.datafiles import open_rows, tools_of, without_gaps
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,9 @@ class Conversations:
         return torch.from_numpy(counts)
 
     def prompt(self, index: int) -> Tensor:
-        """The ids before the first trained token: what the target saw before it answered."""
-        return torch.from_numpy(self.tokens[index][: self.trained[index].argmax()])
+        """The ids before the first trained token: what the target saw before it answered. One token at least: where
+        all is an answer, the first is what the others follow."""
+        return torch.from_numpy(self.tokens[index][: max(1, self.trained[index].argmax())])
 
     def summary(self) -> str:
         """One line for the log."""
@@ -68,19 +71,20 @@ def read_conversations(
     Raises ValueError for missing files, wrong columns, ids outside the vocabulary, no trained token at all (one
     decoded conversation is shown), or a mask that covers everything although there are user turns.
     """
-    rows = open_rows(source, split)
+    rows = open_rows(source, split, f"--data.{split}")
     columns = set(rows.column_names)
     if {"prompt_ids", "response_ids"} <= columns:
         rows = rows.select_columns(["prompt_ids", "response_ids"]).with_format("numpy")
-        pairs: Iterator = (_pair_tokens(row) for row in rows)
+        pairs: Iterator = (_pair_tokens(row, f"{source}, row {number}") for number, row in enumerate(rows))
     elif "messages" in columns:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(
                 f"{source} holds chat messages, but the target's tokenizer has no chat template; "
                 "give rows with prompt_ids and response_ids, or use an instruction-tuned target"
             )
+        rows = rows.select_columns([name for name in ("messages", "tools") if name in columns])
         ends = set(end_ids)
-        pairs = (chat_tokens(row["messages"], tokenizer, ends) for row in rows.select_columns(["messages"]))
+        pairs = (_chat_pair(row, f"{source}, row {number}", tokenizer, ends) for number, row in enumerate(rows))
     else:
         raise ValueError(
             f"{source} has the columns {', '.join(sorted(columns))}; "
@@ -96,7 +100,9 @@ def read_conversations(
         if not trained[1:].any():
             skipped += 1
             continue
-        if tokens.max() >= vocab_size or tokens.min() < 0:
+        if tokens.min() < 0:
+            raise ValueError(f"{source} holds the token id {tokens.min()}; ids are 0 or more, and padding is not one")
+        if tokens.max() >= vocab_size:
             raise ValueError(
                 f"{source} holds token ids up to {tokens.max()}, but the target's vocabulary has {vocab_size}; "
                 "the data was tokenised for another target"
@@ -112,26 +118,29 @@ def read_conversations(
     return Conversations(kept_tokens, kept_masks, skipped, truncated)
 
 
-def chat_tokens(messages: list[dict], tokenizer: Any, end_ids: set[int]) -> tuple[np.ndarray, np.ndarray]:
+def chat_tokens(
+    messages: list[dict], tokenizer: Any, end_ids: set[int], tools: list | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Ids of a rendered conversation, and True on every answer token and the marker that ends the answer.
 
     An answer is what the chat template adds between "the turns before it, and now the assistant" and "the turns up to
     it"; no separator of any model family is known here. What the template puts after the end marker (mostly a line
-    break) is not the target's to say and stays untrained, and so does an empty answer. A turn that the template
-    renders differently once others follow it (some drop earlier reasoning) is left untrained where it differs.
+    break) is not the target's to say and stays untrained, and so do an empty answer and one to nobody. A turn that the
+    template renders differently once others follow it (some drop earlier reasoning) is left untrained where it differs.
 
     Raises ValueError when the mask covers everything although there are user turns: then the template ignores them.
     """
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
+    text = render(messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = np.array(encoded["input_ids"], dtype=np.int64)
     starts, ends = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
     trained = np.zeros(len(tokens), dtype=bool)
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant" or not message["content"]:
+        if message["role"] != "assistant" or not message.get("content"):
             continue
-        before = tokenizer.apply_chat_template(messages[:turn], tokenize=False, add_generation_prompt=True)
-        after = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False)
+        before = render(messages[:turn], add_generation_prompt=True)
+        after = render(messages[: turn + 1])
         if not text.startswith(after):
             continue
         answer = (starts >= len(commonprefix([before, after]))) & (ends <= len(after))
@@ -209,9 +218,26 @@ def collate(conversations: Conversations, indices: np.ndarray) -> tuple[Tensor, 
     return tokens, trained, attention
 
 
-def _pair_tokens(row: dict) -> tuple[np.ndarray, np.ndarray]:
-    prompt, response = (np.asarray(row[name], dtype=np.int64) for name in ("prompt_ids", "response_ids"))
-    return np.concatenate([prompt, response]), np.repeat([False, True], [len(prompt), len(response)])
+def _pair_tokens(row: dict, where: str) -> tuple[np.ndarray, np.ndarray]:
+    parts = []
+    for name in ("prompt_ids", "response_ids"):
+        ids = np.asarray(row[name])
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            raise ValueError(f"{where}: {name} is {str(row[name])[:60]}, and has to be a list of token ids")
+        parts.append(ids.astype(np.int64))
+    return np.concatenate(parts), np.repeat([False, True], [len(part) for part in parts])
+
+
+def _chat_pair(row: dict, where: str, tokenizer: Any, end_ids: set[int]) -> tuple[np.ndarray, np.ndarray]:
+    messages = without_gaps(row["messages"])
+    is_chat = isinstance(messages, list) and all(isinstance(each, dict) and "role" in each for each in messages)
+    if not is_chat or not messages:
+        shown = str(row["messages"])[:60]
+        raise ValueError(f"{where}: messages is {shown}, and has to be a list of turns with role and content")
+    try:
+        return chat_tokens(messages, tokenizer, end_ids, tools_of(row, where))
+    except TemplateError as problem:
+        raise ValueError(f"{where}: the target's chat template refuses the conversation: {problem}") from None
 
 
 def _shown(tokens: np.ndarray, tokenizer: Any) -> str:

@@ -143,13 +143,9 @@ class FeatureCache:
         One training builds at a time, and others wait. Raises ValueError, before anything is computed, when the disk
         cannot hold it; also when a file cannot be read or written.
         """
-        try:
+        with writing_in(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / ".lock").touch()
-        except OSError as problem:
-            raise ValueError(
-                f"features cannot be kept in {self.folder} ({problem}); set --features.cache to another folder"
-            ) from problem
         with locked(self.folder / ".lock", say) if accelerator.is_main_process else contextlib.nullcontext():
             if accelerator.is_main_process:
                 for stale in self.folder.glob(".*.partial"):
@@ -160,7 +156,8 @@ class FeatureCache:
             self.announce(conversations, shards, say)
             accelerator.wait_for_everyone()  # nobody writes before all have looked
             if accelerator.is_main_process and any(shards):
-                (self.folder / "key.json").write_text(json.dumps(self.key, indent=2) + "\n")
+                with writing_in(self.folder):
+                    (self.folder / "key.json").write_text(json.dumps(self.key, indent=2) + "\n")
             with self.progress(conversations, shards[accelerator.process_index], say) as advance:
                 for shard in shards[accelerator.process_index]:
                     self.write_shard(conversations, shard, advance)
@@ -264,6 +261,17 @@ class FeatureCache:
                 tensors[str(layer)] = state.to(self.dtype)
         name = hashlib.sha256(b"".join(digests)).hexdigest()[:16]
         save_whole(tensors, self.folder / f"{name}.safetensors")
+
+
+@contextlib.contextmanager
+def writing_in(folder: Path) -> Iterator[None]:
+    """ValueError when the folder does not take what it is given."""
+    try:
+        yield
+    except OSError as problem:
+        raise ValueError(
+            f"features cannot be kept in {folder} ({problem}); set --features.cache to another folder"
+        ) from problem
 
 
 @contextlib.contextmanager

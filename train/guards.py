@@ -52,6 +52,18 @@ def check_features(target: Target, layers: tuple[int, ...], conversations: Conve
             )
 
 
+def check_lengths(target: Target, drafter: Any, *read: Conversations | None) -> None:
+    """ValueError for a conversation longer than the target, or a draft model, has learned positions for."""
+    longest = max(int(each.lengths.max()) for each in read if each is not None)
+    limits = {"target": target.position_limit, "draft model": getattr(drafter, "position_limit", None)}
+    for name, limit in limits.items():
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"a conversation has {longest} tokens, and the {name} has positions for {limit}; "
+                f"set --data.max_length {limit}"
+            )
+
+
 @torch.no_grad()
 def check_packing(target: Target, conversations: Conversations) -> None:
     """ValueError when this target lets a conversation see the one before it in the same row."""

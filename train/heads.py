@@ -39,7 +39,8 @@ from checkpoints import (
 )
 from data import Conversations, collate, plan_epoch, read_conversations, share_step
 from features import FeatureCache, live_features
-from guards import check_features, check_packing, describe_mask, probe
+from guards import check_features, check_lengths, check_packing, describe_mask, probe
+from huggingface_hub.errors import StrictDataclassError
 from journal import best_so_far, console, describe, log, progress_bar, start_logging
 from peft import PeftModel
 from recipe import Optim, Recipe, parse_recipe
@@ -139,6 +140,10 @@ def main(arguments: list[str]) -> None:
     learner = joint or drafter  # all that is trained
     if checkpoint:
         load_weights(checkpoint, learner)
+    drafter.check(target)
+    check_lengths(target, drafter, conversations, held_out)
+    if drafter.plan.depth < 1:
+        raise ValueError("model.depth is 0, so the drafter would draft nothing; set it to 1 or more")
     trainable = sum(weight.numel() for weight in learner.parameters() if weight.requires_grad)
     what = f"{recipe.drafter} and an adapter of the target" if joint else recipe.drafter
     say(f"drafter: {what} with {trainable:,} weights; {len(plan):,} steps; {torch.get_num_threads()} threads")
@@ -204,8 +209,9 @@ def main(arguments: list[str]) -> None:
                 bad_steps = 0 if usable else bad_steps + 1
                 if bad_steps == BAD_STEPS:
                     raise ValueError(
-                        f"{BAD_STEPS} steps in a row had no finite gradient (the last loss sum: {values['total']}); "
-                        f"lower --optim.lr, or look at the data; the newest checkpoint is of step {newest}"
+                        f"{BAD_STEPS} steps in a row had no finite gradient, or no token that the drafter can learn "
+                        f"from (the last loss sum: {values['total']}, of {values['count']:.0f} tokens); lower "
+                        f"--optim.lr, or look at the data; the newest checkpoint is of step {newest}"
                     )
                 for optimizer in optimizers:
                     if usable:
@@ -276,17 +282,17 @@ def use_cores(threads: int, accelerator: Accelerator) -> None:
 def load_target(name: str, attention: str = "") -> tuple[PreTrainedModel, Any]:
     """The model, in the dtype of its weights, and its tokenizer (None where it has none)."""
     kernel = {"attn_implementation": attention} if attention else {}
-    if name.endswith(".json"):
-        if not Path(name).is_file():
-            raise ValueError(f"there is no target config '{name}' (looked in {Path.cwd()})")
-        values = json.loads(Path(name).read_text())
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), **kernel), None
+    if name.endswith(".json") and not Path(name).is_file():
+        raise ValueError(f"there is no target config '{name}' (looked in {Path.cwd()})")
     try:
+        if name.endswith(".json"):
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                config = AutoConfig.for_model(**json.loads(Path(name).read_text()))
+                return AutoModelForCausalLM.from_config(config, **kernel), None
         folder = resolve(name)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **kernel)
-    except (OSError, ValueError, ImportError) as problem:
+    except (OSError, ValueError, TypeError, ImportError, StrictDataclassError) as problem:
         raise ValueError(f"the target '{name}' could not be loaded: {problem}") from problem
     try:
         return model, AutoTokenizer.from_pretrained(folder)
@@ -326,6 +332,11 @@ def copy_weights(drafter: Any, source: str, model: PreTrainedModel) -> None:
         raise ValueError(
             f"start_from '{source}' is a drafter of class {type(loaded).__name__}, and the recipe trains a "
             f"{type(drafter).__name__}; train it from scratch, or give a drafter of the same kind"
+        )
+    if loaded.feature_layers != drafter.feature_layers:
+        raise ValueError(
+            f"start_from '{source}' reads the target's layers {loaded.feature_layers}, and the recipe's drafter "
+            f"{drafter.feature_layers}; set --model.feature_layers to {list(loaded.feature_layers)}"
         )
     weights = drafter.grown(loaded) if hasattr(drafter, "grown") else loaded.state_dict()
     faults = misfits(weights, drafter.state_dict())

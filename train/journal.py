@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 from accelerate import Accelerator
-from checkpoints import as_lists
+from checkpoints import as_lists, saving
 from recipe import Recipe, leaves
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
@@ -34,14 +34,15 @@ def start_logging(accelerator: Accelerator, recipe: Recipe, model_config: Any, o
     """
     whole = as_lists(asdict(recipe) | {"model": asdict(model_config)})
     if accelerator.is_main_process:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "recipe.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
-        with (output / "starts.jsonl").open("a") as file:
-            file.write(json.dumps({"step": done} | circumstances(accelerator)) + "\n")
         metrics = output / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
-        metrics.write_text("".join(kept))
+        with saving(metrics):
+            output.mkdir(parents=True, exist_ok=True)
+            (output / "recipe.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
+            with (output / "starts.jsonl").open("a") as file:
+                file.write(json.dumps({"step": done} | circumstances(accelerator)) + "\n")
+            lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
+            metrics.write_text("".join(kept))
     if recipe.log_with == "wandb":
         name = output / "wandb_run"
         if accelerator.is_main_process and not name.exists():
@@ -82,7 +83,7 @@ def best_so_far(output: Path) -> float:
 
 def log(accelerator: Accelerator, output: Path, step: int, values: dict[str, float]) -> None:
     if accelerator.is_main_process:
-        with (output / "metrics.jsonl").open("a") as file:
+        with saving(output / "metrics.jsonl"), (output / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step} | values) + "\n")
     accelerator.log(values, step=step)
 

@@ -6,6 +6,7 @@ The fields under `model` are those of the drafter's own config class.
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,20 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 from selfdraft.checkpoint import drafter_class, drafter_classes
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+# The least value of what counts something. (A conversation, and an answer with a draft in it, have two tokens or more.)
+LEAST = {
+    "data.max_length": 2,
+    "data.step_tokens": 1,
+    "data.forward_tokens": 1,
+    "eval.every": 1,
+    "eval.prompts": 1,
+    "eval.max_new_tokens": 2,
+    "epochs": 1,
+    "max_steps": 0,
+    "save_every": 1,
+    "threads": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -161,6 +176,19 @@ class Recipe:
     """Compute what the drafter's layers keep for the backward pass a second time instead: less memory, more time."""
     threads: int = 0
     """CPU threads per process; 0 shares all cores among the processes."""
+
+    def __post_init__(self) -> None:
+        """ValueError for a number with which nothing, or the opposite, would be learnt or measured."""
+        for name, least in LEAST.items():
+            value = attrgetter(name)(self)
+            if value < least:
+                raise ValueError(f"{name} is {value}, and has to be {least} or more")
+        if not self.optim.clip > 0:
+            raise ValueError(f"optim.clip is {self.optim.clip}, and the largest norm of a gradient has to be above 0")
+        if not 0 <= self.optim.warmup_ratio <= 1:
+            raise ValueError(
+                f"optim.warmup_ratio is {self.optim.warmup_ratio}; a share of the steps is between 0 and 1"
+            )
 
 
 def parse_recipe(arguments: list[str]) -> tuple[Recipe, Any]:

@@ -69,7 +69,7 @@ class DraftModelConfig:
 
     def resolved(self, target: Target) -> "DraftModelConfig":
         """The same with the vocabulary's size written down."""
-        cut = min(self.draft_vocab_size, target.vocab_size)
+        cut = self.draft_vocab_size and vocabulary.size_of(self.draft_vocab_size, target.vocab_size)
         if self.layers_of_target:
             return replace(self, model={}, draft_vocab_size=cut)
         vocab = cut or self.model.get("vocab_size") or target.vocab_size
@@ -133,6 +133,11 @@ class DraftModel(nn.Module):
     def ids(self) -> Int[Tensor, " draft_vocab"] | None:
         """The target's token id of every draft token; None when they are the same."""
         return getattr(self, "draft_tokens", None)
+
+    @property
+    def position_limit(self) -> int | None:
+        """How many positions it has learned, where it learns them one by one."""
+        return self.reader().position_limit
 
     def reader(self) -> Target:
         """The draft model in the role of a target: something that reads slots and says what comes next."""
@@ -235,11 +240,8 @@ class DraftModel(nn.Module):
 
         Where the draft model is narrower, they are the target's along its principal components; they are as large as
         they were. A token outside the draft vocabulary gets the stand-in whose embedding in the target is most like
-        its own. With `layers_of_target` all weights start from the target's. Raises ValueError for a field of the
-        model's config that does not exist.
+        its own. With `layers_of_target` all weights start from the target's.
         """
-        if self.config.model:
-            refuse_unknown_fields(self.config.model)
         if getattr(self.model.get_output_embeddings(), "bias", None) is not None:
             raise ValueError(f"{self.model.config.model_type} has a bias on its vocabulary, which is not trained here")
         weight = self.model.get_input_embeddings().weight
@@ -287,9 +289,11 @@ class DraftModel(nn.Module):
 
 
 def fresh_model(config: DraftModelConfig, target: Target) -> PreTrainedModel:
-    """The model that a resolved config describes, with random weights."""
+    """The model that a resolved config describes, with random weights. ValueError for a field that does not exist,
+    before a default in its place makes the model a large one."""
     if config.layers_of_target:
         return shortened(target, config.layers_of_target, config.draft_vocab_size or target.vocab_size)
+    refuse_unknown_fields(config.model)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.model))
 
 
@@ -335,6 +339,8 @@ def tie(drafter: DraftModel, incompatible_keys: Any) -> None:
 
 def refuse_unknown_fields(config: dict[str, Any]) -> None:
     """ValueError for a misspelt field, which transformers would take without a word."""
+    if "model_type" not in config:
+        raise ValueError(f"the draft model's config has no model_type, only {', '.join(config)}; give it, as in llama")
     known = AutoConfig.for_model(config["model_type"]).to_dict()
     for key in config:
         if key not in known:

@@ -56,6 +56,8 @@ class EagleConfig(Sizes):
             raise ValueError("fc_norm and input_norm both norm the features; set fc_norm to false for input_norm")
         if self.layers < 1:
             raise ValueError(f"EAGLE-3 needs at least one layer, not {self.layers}")
+        if self.unroll < 1:
+            raise ValueError(f"unroll is {self.unroll}: a training unrolls at least one step")
 
     def resolved(self, target: Target) -> "EagleConfig":
         """The same with every 0 and () filled in from the target."""
@@ -65,7 +67,7 @@ class EagleConfig(Sizes):
             self,
             **self.filled(target),
             feature_layers=self.feature_layers or tuple(spread),
-            draft_vocab_size=min(self.draft_vocab_size or target.vocab_size, target.vocab_size),
+            draft_vocab_size=vocabulary.size_of(self.draft_vocab_size, target.vocab_size),
         )
 
 
@@ -146,7 +148,8 @@ class Eagle(Feedback):
         """ValueError unless width and vocabulary fit, and the draft vocabulary is a valid one."""
         if self.target.model is not target.model:
             raise ValueError("this drafter lends embeddings from another model object; load it for this one")
-        if max(self.feature_layers) > target.num_layers:
+        last = target.num_layers
+        if not all(-last - 1 <= layer <= last for layer in self.feature_layers):
             raise ValueError(f"feature_layers {self.feature_layers} do not exist in {target.num_layers} layers")
         if not vocabulary.are_valid(self.ids, target.vocab_size):
             raise ValueError("d2t maps outside the target's vocabulary or maps two draft tokens to one")

@@ -55,7 +55,7 @@ class Eagle1Config(Sizes):
                 f"EAGLE-1 foretells the target's hidden states, so hidden_size is {target.hidden_size}, "
                 f"not {self.hidden_size}; EAGLE-3 can be narrower"
             )
-        vocab = min(self.draft_vocab_size or target.vocab_size, target.vocab_size)
+        vocab = vocabulary.size_of(self.draft_vocab_size, target.vocab_size)
         return replace(self, **self.filled(target), draft_vocab_size=vocab)
 
 

@@ -51,7 +51,7 @@ class HydraConfig:
 
     def resolved(self, target: Target) -> "HydraConfig":
         """The same with the vocabulary's size filled in from the target."""
-        return replace(self, draft_vocab_size=min(self.draft_vocab_size or target.vocab_size, target.vocab_size))
+        return replace(self, draft_vocab_size=vocabulary.size_of(self.draft_vocab_size, target.vocab_size))
 
 
 class PathBlock(nn.Module):

@@ -32,12 +32,12 @@ class Sizes:
     """Epsilon of every norm."""
 
     def filled(self, target: Target) -> dict[str, Any]:
-        """The same as values by name, every 0 filled in from the target."""
+        """The same as values by name, every 0 filled in from the target. ValueError for sizes that do not fit."""
         theirs = target.config
         rope = getattr(theirs, "rope_parameters", None) or {}
         heads = theirs.num_attention_heads
         hidden = self.hidden_size or target.hidden_size
-        return {
+        sizes = {
             "hidden_size": hidden,
             "intermediate_size": self.intermediate_size or getattr(theirs, "intermediate_size", None) or 4 * hidden,
             "num_heads": self.num_heads or heads,
@@ -46,6 +46,15 @@ class Sizes:
             "rope_theta": self.rope_theta or float(rope.get("rope_theta", 10000.0)),
             "rms_norm_eps": self.rms_norm_eps or getattr(theirs, "rms_norm_eps", None) or 1e-5,
         }
+        for name, value in sizes.items():
+            if value <= 0:
+                raise ValueError(f"{name} is {value}, and has to be above 0; 0 takes the target's")
+        if sizes["num_heads"] % sizes["num_kv_heads"] or sizes["head_dim"] % 2:
+            raise ValueError(
+                f"num_heads {sizes['num_heads']} has to be a multiple of num_kv_heads {sizes['num_kv_heads']}, and "
+                f"head_dim {sizes['head_dim']} an even number"
+            )
+        return sizes
 
 
 class Turn:

@@ -57,7 +57,7 @@ class MedusaConfig:
         """The same with the vocabulary's size filled in from the target. ValueError for an impossible shape."""
         if self.heads < 1 or self.layers < 1:
             raise ValueError(f"Medusa needs at least one head of one layer, not {self.heads} of {self.layers}")
-        return replace(self, draft_vocab_size=min(self.draft_vocab_size or target.vocab_size, target.vocab_size))
+        return replace(self, draft_vocab_size=vocabulary.size_of(self.draft_vocab_size, target.vocab_size))
 
 
 class ResidualBlock(nn.Module):

@@ -16,6 +16,13 @@ def most_frequent(answer_counts: Int[Tensor, " vocab"], size: int) -> Int[Tensor
     return answer_counts.topk(size).indices.sort().values
 
 
+def size_of(wanted: int, vocab_size: int) -> int:
+    """How many of the target's tokens can be drafted when `wanted` are asked for: all for 0. ValueError below 0."""
+    if wanted < 0:
+        raise ValueError(f"draft_vocab_size is {wanted}; give 0 for the whole vocabulary, or how many tokens to draft")
+    return min(wanted or vocab_size, vocab_size)
+
+
 def among(
     ids: Int[Tensor, " draft_vocab"] | None, tokens: Int[Tensor, "*shape"], vocab_size: int
 ) -> Bool[Tensor, "*shape"]:

@@ -308,7 +308,9 @@ def test_every_weight_learns(cut):
 
 def test_a_misspelt_field_of_the_models_config_is_named():
     with pytest.raises(ValueError, match="no field 'hiden_size'; did you mean 'hidden_size'"):
-        small(hiden_size=8).start(torch.ones(VOCAB, dtype=torch.long))
+        small(hiden_size=8)
+    with pytest.raises(ValueError, match="config has no model_type, only hidden_size"):
+        DraftModel(DraftModelConfig(model={"hidden_size": 8}), Target(tiny("llama")))
 
 
 # --- out of the target's own layers -----------------------------------------------------------------------------------

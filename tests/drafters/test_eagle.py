@@ -418,6 +418,30 @@ def test_a_config_saved_before_these_fields_were_there_still_loads(tmp_path):
     assert selfdraft.load_drafter(tmp_path / "heads", drafter.target.model).config == drafter.config
 
 
+@pytest.mark.parametrize("wrong", [(1, 5), (-6,), (0, -9)])
+def test_every_feature_layer_has_to_exist(wrong):
+    target = Target(tiny("llama"))
+    with pytest.raises(ValueError, match="do not exist in 4 layers"):
+        Eagle(EagleConfig(feature_layers=wrong), target).check(target)
+    Eagle(EagleConfig(feature_layers=(-5, 4)), target).check(target)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_heads": 3}, "num_heads 3 has to be a multiple of num_kv_heads 2"),
+        ({"num_kv_heads": 8}, "num_heads 4 has to be a multiple of num_kv_heads 8"),
+        ({"head_dim": 7}, "head_dim 7 an even number"),
+        ({"intermediate_size": -1}, "intermediate_size is -1"),
+        ({"draft_vocab_size": -4}, "draft_vocab_size is -4"),
+        ({"unroll": 0}, "unroll is 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Eagle(EagleConfig(**settings), Target(tiny("llama")))
+
+
 def test_shapes_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="set fc_norm to false for input_norm"):
         EagleConfig(input_norm=True)

@@ -195,6 +195,20 @@ def likelihood(hits: list[list[float]], path: tuple[int, ...]) -> float:
     return product
 
 
+@pytest.mark.parametrize("heads", range(1, 6))
+@pytest.mark.parametrize("plan", [None, Plan(9), Plan(1, 3), Plan(9, 7, 30)], ids=["own", "chain", "flat", "large"])
+def test_a_tree_is_cut_to_the_heads_and_to_the_vocabulary_that_there_are(heads, plan):
+    drafter = medusa(MedusaConfig(heads=heads, draft_vocab_size=4)).eval()
+    drafter.start(torch.arange(VOCAB))
+    watched = Watched(drafter)
+    stats_of(drafter.target.model, watched, own_text(answer=12), plan or drafter.plan)
+    for _, root, wanted, _, tree in watched.rounds:
+        asked = wanted.cut(heads)
+        check_tree(tree, root, asked, VOCAB)
+        possible = sum(min(asked.width, 4) ** depth for depth in range(1, asked.depth + 1))
+        assert tree.tokens.shape[1] - 1 == min(asked.nodes, possible)
+
+
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 0, "seed": 4}])
 @pytest.mark.parametrize("plan", [Plan(1), Plan(HEADS), Plan(2, 3, 7), Plan(9, 4, 20), Plan(1, 100)])
 def test_trees_are_valid_and_proposing_never_waits_for_the_device(plan, sampling):

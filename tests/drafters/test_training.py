@@ -83,6 +83,23 @@ def test_predictions_up_to_a_place_know_nothing_of_what_comes_after_it(name):
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
+def test_the_losses_of_a_conversations_answers_add_up_however_near_they_stand(name):
+    """Two answers, and between them a turn of one token, which no depth may reach across."""
+    drafter = fresh(name, draft_vocab_size=96).eval()
+    batch = batch_of(drafter.target, drafter.feature_layers, own_text())
+    drafter.start(torch.bincount(batch.tokens[batch.trained], minlength=VOCAB))
+    places, gap = torch.arange(batch.tokens.shape[1]), PROMPT + ANSWER // 2
+    parts = [dataclasses.replace(batch, trained=batch.trained & one) for one in (places < gap, places > gap)]
+    whole = drafter(dataclasses.replace(batch, trained=batch.trained & (places != gap)))
+    first, second = map(drafter, parts)
+    assert int(whole.count) == int(first.count) + int(second.count) == ANSWER - 1
+    torch.testing.assert_close(whole.total, first.total + second.total, rtol=1e-5, atol=1e-4)
+    for metric, (hits, count) in whole.metrics.items():
+        assert int(count) == int(first.metrics[metric][1]) + int(second.metrics[metric][1])
+        torch.testing.assert_close(hits, first.metrics[metric][0] + second.metrics[metric][0])
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
 def test_decoding_asks_only_for_places_and_depths_that_were_trained(name):
     """A draft of depth d from the text up to place t foretells the token at t + 1 + d. In training, those are the
     labels that count at depth d; the counts tell which, as the answer grows by one token after the other."""
