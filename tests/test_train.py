@@ -14,7 +14,9 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -24,7 +26,7 @@ import yaml
 from accelerate.commands import launch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from accelerate.utils.launch import prepare_multi_gpu_env
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
@@ -37,6 +39,7 @@ import data  # noqa: E402
 import guards  # noqa: E402
 import heads  # noqa: E402
 import recipe as recipe_module  # noqa: E402
+import zero  # noqa: E402
 
 from selfdraft import Plan, generate, load_drafter  # noqa: E402
 from selfdraft.drafters.base import FeatureBatch, LossSum  # noqa: E402
@@ -44,6 +47,7 @@ from selfdraft.metrics import Stats  # noqa: E402
 from selfdraft.target import Target  # noqa: E402
 
 TINY = sorted(path.stem for path in (ROOT / "configs").glob("tiny_*.yaml"))
+NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 ALONE = ["--data.validation", "", "--threads", "1"]  # no evaluation
 
 
@@ -391,14 +395,19 @@ def test_a_target_whose_conversations_see_each_other_in_a_row_is_not_packed(tmp_
 def launch_environment(config: str) -> dict[str, str]:
     """The variables by which `accelerate launch` tells a script what a file of configs/accelerate says."""
     arguments = ["--config_file", f"configs/accelerate/{config}.yaml", "train/heads.py"]
-    parsed, _, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(arguments))
-    given = prepare_multi_gpu_env(parsed)
+    parsed, file, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(arguments))
+    if parsed.use_deepspeed:
+        parsed.main_process_port = 0  # any free one
+        parsed.deepspeed_fields_from_accelerate_config = ",".join(file.deepspeed_config)
+        given = prepare_deepspeed_cmd_env(parsed)[1]
+    else:
+        given = prepare_multi_gpu_env(parsed)
     return {name: value for name, value in given.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
 
 
 def start_two(output: Path, config: str, *more: str, recipe: str = "tiny_eagle3") -> subprocess.Popen:
-    """On CPUs, where `accelerate launch` itself would start one process, and knows no FSDP."""
-    script = "tests/fsdp_on_cpu.py" if config == "fsdp2" else "train/heads.py"
+    """On CPUs, where `accelerate launch` itself would start one process, and knows neither FSDP nor DeepSpeed."""
+    script = {"fsdp2": "tests/fsdp_on_cpu.py", "zero2": "tests/zero_on_cpu.py"}.get(config, "train/heads.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", script]
     command += ["--config", f"configs/{recipe}.yaml", "--output_dir", str(output), *more]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | launch_environment(config) | {"ACCELERATE_USE_CPU": "true"}
@@ -408,10 +417,11 @@ def start_two(output: Path, config: str, *more: str, recipe: str = "tiny_eagle3"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", pytest.param("zero2", marks=NEEDS_DEEPSPEED)])
 def test_two_processes_train_like_one_and_resume_exactly(tmp_path, config):
     """Gradients are summed over both, also where a step takes several passes; what is saved is whole and saved once."""
     more = ["--mixed_precision", "no", "--max_steps", "6", "--save_every", "2", "--data.forward_tokens", "96", *ALONE]
+    more += ["--optim.matrix_lr", "0"] if config == "zero2" else []
     one = train(tmp_path / "one", *more)
     two, killed = tmp_path / "two", tmp_path / "killed"
     straight = start_two(two, config, *more)
@@ -786,10 +796,32 @@ def test_wandb_gets_every_step_in_one_run(tmp_path, toy, monkeypatch):
     assert runs[0]["id"] == runs[1]["id"] and runs[1]["resume"] == "allow"
 
 
-def test_deepspeed_is_refused_with_what_does_the_same(tmp_path, toy, monkeypatch):
+def test_muon_under_deepspeed_is_refused_with_what_does_the_same(tmp_path, toy, monkeypatch):
     monkeypatch.setattr(heads.Accelerator, "distributed_type", DistributedType.DEEPSPEED)
-    with pytest.raises(ValueError, match="configs/accelerate/fsdp2.yaml"):
+    with pytest.raises(ValueError, match="--optim.matrix_lr 0.*configs/accelerate/fsdp2.yaml"):
         train_toy(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"stage": 0}, "zero_stage 1 or 2, not 0"),
+        ({"stage": 3}, "zero_stage 1 or 2, not 3"),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "offloading"),
+    ],
+)
+def test_what_deepspeed_would_do_wrong_is_refused(settings, said):
+    wanted, _ = heads.parse_recipe(["--config", "configs/tiny_eagle3.yaml", "--optim.matrix_lr", "0"])
+
+    def check(settings):
+        plugin = SimpleNamespace(deepspeed_config={"zero_optimization": settings})
+        zero.check(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)), wanted)
+
+    check({"stage": 1})
+    check({"stage": 2, "offload_optimizer": {"device": "none", "nvme_path": None}})
+    with pytest.raises(ValueError, match=f"{said}.*configs/accelerate/fsdp2.yaml"):
+        check(settings)
 
 
 def test_missing_wandb_is_one_clear_error(tmp_path, toy, monkeypatch):

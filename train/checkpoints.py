@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import zero
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from data import Conversations
 from recipe import Recipe, leaves
 from safetensors.torch import load_file, save_file
@@ -100,7 +102,10 @@ def save_checkpoint(
     process are its own.
     """
     partial, final = folder / f".partial-{state['step']}", folder / f"step-{state['step']}"
-    moments = get_optimizer_state_dict(drafter, optimizers, options=WHOLE)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        moments = zero.whole_moments(drafter, optimizers[0])
+    else:
+        moments = get_optimizer_state_dict(drafter, optimizers, options=WHOLE)
     with saving(final):
         if accelerator.is_main_process:
             for stale in folder.glob(".partial-*"):
@@ -132,14 +137,17 @@ def load_weights(checkpoint: Path, drafter: nn.Module) -> None:
 
 
 def load_optimizers(
-    checkpoint: Path, drafter: nn.Module, optimizers: list[torch.optim.Optimizer], process: int
+    checkpoint: Path, accelerator: Accelerator, drafter: nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> None:
     """After the drafter was given to accelerate. Random states come last: nothing is drawn between here and the next
     step."""
     with reading(checkpoint):
         moments = torch.load(checkpoint / "optimizers.pt", map_location="cpu")
-        states = torch.load(checkpoint / f"random_{process}.pt", weights_only=False)
-    set_optimizer_state_dict(drafter, optimizers, moments, options=WHOLE)
+        states = torch.load(checkpoint / f"random_{accelerator.process_index}.pt", weights_only=False)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        zero.load_moments(accelerator.deepspeed_engine_wrapped.engine, drafter, optimizers[0], moments)
+    else:
+        set_optimizer_state_dict(drafter, optimizers, moments, options=WHOLE)
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

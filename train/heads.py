@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import zero
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
 from checkpoints import (
@@ -84,11 +85,9 @@ def main(arguments: list[str]) -> None:
         project_dir=output,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=LONG)],  # one process may prepare or measure, the others wait
     )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise ValueError(
-            "training under DeepSpeed is not supported: it steps one optimizer inside its backward pass; "
-            "to share a drafter out among processes take --config_file configs/accelerate/fsdp2.yaml"
-        )
+    by_zero = accelerator.distributed_type == DistributedType.DEEPSPEED
+    if by_zero:
+        zero.check(accelerator, recipe)
     refuse_tuning(recipe, accelerator.distributed_type)
     use_cores(recipe.threads, accelerator)
     say = console.print if accelerator.is_main_process else lambda *_: None
@@ -176,11 +175,13 @@ def main(arguments: list[str]) -> None:
     optimizers = make_optimizers(recipe.optim, target.vocab_size, drafter)
     if joint:
         optimizers.append(joint.optimizer(recipe.optim))
-    model_to_train, *_ = accelerator.prepare(
-        learner, *optimizers
-    )  # sharded, the optimizers hold the shares from here on
+    # Sharded, the optimizers hold the shares from here on.
+    if by_zero:
+        model_to_train = zero.prepare(accelerator, recipe, drafter, optimizers)
+    else:
+        model_to_train = accelerator.prepare(learner, *optimizers)[0]
     if checkpoint:
-        load_optimizers(checkpoint, learner, optimizers, accelerator.process_index)
+        load_optimizers(checkpoint, accelerator, learner, optimizers)
         say(f"resuming after step {done} from {checkpoint}")
     start_logging(accelerator, recipe, model_config, output, done)
     best = best_so_far(output) if accelerator.is_main_process else 0.0
@@ -202,7 +203,10 @@ def main(arguments: list[str]) -> None:
                 shares = share_step(plan[step], lengths, recipe.data.forward_tokens, accelerator.num_processes)
                 batches = (collate(conversations, indices) for indices in shares[accelerator.process_index])
                 values = accumulate_gradients(accelerator, model_to_train, list(batches), features_of)
-                norm = float(whole(nn.utils.clip_grad_norm_(learner.parameters(), recipe.optim.clip)))
+                if by_zero:
+                    norm = zero.step(model_to_train, values["count"], accelerator.num_processes)
+                else:
+                    norm = float(whole(nn.utils.clip_grad_norm_(learner.parameters(), recipe.optim.clip)))
 
                 # A step that has nothing to learn from, or no finite gradient, leaves the weights as they are.
                 usable = values["count"] > 0 and math.isfinite(norm)
@@ -214,7 +218,7 @@ def main(arguments: list[str]) -> None:
                         f"--optim.lr, or look at the data; the newest checkpoint is of step {newest}"
                     )
                 for optimizer in optimizers:
-                    if usable:
+                    if usable and not by_zero:
                         optimizer.step()
                     optimizer.zero_grad()
 
@@ -393,7 +397,7 @@ def learning_rate_scale(step: int, steps: int, warmup_ratio: float) -> float:
 
 def accumulate_gradients(
     accelerator: Accelerator,
-    model_to_train: nn.Module,
+    model_to_train: Any,
     batches: list[tuple[Tensor, Tensor, Tensor]],
     features_of: Callable[..., FeatureBatch],
 ) -> dict[str, float]:
@@ -401,25 +405,37 @@ def accumulate_gradients(
 
     The *sum* over the positions of each forward pass is differentiated, and divided once by the count over all passes
     of all processes. So the gradient depends on the conversations of the step alone, and not on how they are padded
-    and shared out. `features_of` gives a batch its hidden states. Raises ValueError when a weight got
-    no gradient: it would never learn, and DDP would wait for it.
+    and shared out. `features_of` gives a batch its hidden states. DeepSpeed keeps shares of the summed gradients, and
+    divides them in `zero.step`.
+
+    Raises ValueError when a weight got no gradient: it would never learn, and DDP would wait for it.
     """
     drafter = accelerator.unwrap_model(model_to_train)
+    by_zero = accelerator.distributed_type == DistributedType.DEEPSPEED
     sums: dict[str, Tensor] = {}
     for number, batch in enumerate(batches, start=1):
         seen = features_of(*batch)
-        with contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(model_to_train):
+        last = number == len(batches)
+        if by_zero:  # accelerate's way would step in the last backward pass
+            model_to_train.set_gradient_accumulation_boundary(last)
             loss = model_to_train(seen)
-            accelerator.backward(loss.total)
+            model_to_train.backward(loss.total)
+        else:
+            with contextlib.nullcontext() if last else accelerator.no_sync(model_to_train):
+                loss = model_to_train(seen)
+                accelerator.backward(loss.total)
         add_loss(sums, loss)
     sums = dict(zip(sums, accelerator.reduce(torch.stack([*sums.values()]), "sum"), strict=True))
+    values = {name: value.item() for name, value in sums.items()}
+    if by_zero:
+        return values
     dead = [name for name, weight in drafter.named_parameters() if weight.requires_grad and weight.grad is None]
     if dead:
         raise ValueError(f"the loss does not depend on these weights of the drafter: {', '.join(dead)}")
     for weight in drafter.parameters():
         if weight.grad is not None:  # DDP has averaged over the processes
             weight.grad.mul_(accelerator.num_processes / sums["count"].clamp(min=1))
-    return {name: value.item() for name, value in sums.items()}
+    return values
 
 
 def add_loss(sums: dict[str, Tensor], loss: LossSum) -> None:
