@@ -102,7 +102,7 @@ def test_a_text_that_begins_with_the_templates_own_bos_has_one(tokenizer, monkey
 
 
 def test_tools_reach_the_template_whatever_other_rows_have(tmp_path, tokenizer, monkeypatch):
-    """Data sets give the dictionaries of a column each other's keys, with nothing in them."""
+    """In parquet the dictionaries of a column have each other's keys, with nothing in them."""
     monkeypatch.setattr(tokenizer, "chat_template", "{{ tools | tojson if tools else '' }}" + NAMED)
     tools = [{"name": "clock", "zone": "UTC"}]
     rows = [
@@ -111,7 +111,7 @@ def test_tools_reach_the_template_whatever_other_rows_have(tmp_path, tokenizer, 
         {"messages": CHAT, "tools": None},
     ]
     read = data.read_conversations(
-        write_rows(tmp_path / "a.jsonl", rows), 512, 300, tokenizer, {tokenizer.eos_token_id}
+        write_rows(tmp_path / "a.parquet", rows), 512, 300, tokenizer, {tokenizer.eos_token_id}
     )
     assert read.tokens[0].tolist() == tokenizer.apply_chat_template(CHAT, tools=tools, return_dict=False)
     assert tokenizer.decode(read.tokens[1]).startswith('[{"name": "dice", "sides": 6}]<|im_start|>user me\n')
