@@ -20,8 +20,8 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Says who speaks, where a turn has a name.
-NAMED = CHATML.replace("}}\n{{", "}}{{ ' ' ~ message['name'] if message['name'] is defined else '' }}\n{{")
+# Says all that is known of who speaks.
+SIGNED = CHATML.replace("}}\n{{", "}}{{ message['by'] | tojson if message['by'] is defined else '' }}\n{{")
 # Drops the reasoning of earlier turns, as several reasoning models do.
 FORGETFUL = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -101,28 +101,22 @@ def test_a_text_that_begins_with_the_templates_own_bos_has_one(tokenizer, monkey
     assert tokens[:2].tolist().count(start) == 1
 
 
-def test_tools_reach_the_template_whatever_other_rows_have(tmp_path, tokenizer, monkeypatch):
-    """Data sets give the dictionaries of a column each other's keys, with nothing in them."""
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools | tojson if tools else '' }}" + NAMED)
-    tools = [{"name": "clock", "zone": "UTC"}]
+def test_tools_and_turns_reach_the_template_as_they_were_written(tmp_path, tokenizer, monkeypatch):
+    """In parquet the dictionaries of a column have each other's keys, with nothing in them."""
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools | tojson if tools else '' }}" + SIGNED)
+    me, you = {"by": {"name": "me"}}, {"by": {"name": "you", "age": 7}}
     rows = [
-        {"messages": CHAT, "tools": tools},
-        {"messages": [{**CHAT[0], "name": "me"}, *CHAT[1:]], "tools": [{"name": "dice", "sides": 6}]},
+        {"messages": [CHAT[0] | me, *CHAT[1:]], "tools": [{"name": "clock", "zone": "UTC"}]},
+        {"messages": [CHAT[0] | you, *CHAT[1:]], "tools": [{"name": "dice", "sides": 6}]},
         {"messages": CHAT, "tools": None},
     ]
-    read = data.read_conversations(
-        write_rows(tmp_path / "a.jsonl", rows), 512, 300, tokenizer, {tokenizer.eos_token_id}
-    )
-    assert read.tokens[0].tolist() == tokenizer.apply_chat_template(CHAT, tools=tools, return_dict=False)
-    assert tokenizer.decode(read.tokens[1]).startswith('[{"name": "dice", "sides": 6}]<|im_start|>user me\n')
-    assert tokenizer.decode(read.tokens[2]).startswith("<|im_start|>user\n")
-    assert {tokenizer.decode(t[m]) for t, m in zip(read.tokens, read.trained, strict=True)} == {
-        "hello you<|im_end|>bye 👋<|im_end|>"
-    }
-    as_text = [{"messages": CHAT, "tools": json.dumps(tools)}]
-    again = data.read_conversations(
-        write_rows(tmp_path / "b.jsonl", as_text), 512, 300, tokenizer, {tokenizer.eos_token_id}
-    )
+    ends = {tokenizer.eos_token_id}
+    read = data.read_conversations(write_rows(tmp_path / "a.parquet", rows), 512, 300, tokenizer, ends)
+    for tokens, trained, row in zip(read.tokens, read.trained, rows, strict=True):
+        assert tokens.tolist() == tokenizer.apply_chat_template(row["messages"], tools=row["tools"], return_dict=False)
+        assert tokenizer.decode(tokens[trained]) == "hello you<|im_end|>bye 👋<|im_end|>"
+    as_text = [rows[0] | {"tools": json.dumps(rows[0]["tools"])}]
+    again = data.read_conversations(write_rows(tmp_path / "b.jsonl", as_text), 512, 300, tokenizer, ends)
     assert again.tokens[0].tolist() == read.tokens[0].tolist()
 
 

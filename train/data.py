@@ -137,7 +137,7 @@ def chat_tokens(
     starts, ends = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
     trained = np.zeros(len(tokens), dtype=bool)
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant" or not message.get("content"):
+        if message["role"] != "assistant" or turn == 0 or not message.get("content"):
             continue
         before = render(messages[:turn], add_generation_prompt=True)
         after = render(messages[: turn + 1])
