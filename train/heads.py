@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> None:
     set_seed(recipe.seed)  # all processes begin with the same weights
 
     # The target is only read: no gradients, its own dtype.
-    model, tokenizer = load_target(recipe.target, recipe.attention)
+    model, tokenizer = load_target(recipe.target)
     model.requires_grad_(False).eval().to(accelerator.device)
     target = Target(model)
     if recipe.compile:
@@ -283,9 +283,8 @@ def use_cores(threads: int, accelerator: Accelerator) -> None:
         torch.set_num_threads(threads)
 
 
-def load_target(name: str, attention: str = "") -> tuple[PreTrainedModel, Any]:
+def load_target(name: str) -> tuple[PreTrainedModel, Any]:
     """The model, in the dtype of its weights, and its tokenizer (None where it has none)."""
-    kernel = {"attn_implementation": attention} if attention else {}
     if name.endswith(".json") and not Path(name).is_file():
         raise ValueError(f"there is no target config '{name}' (looked in {Path.cwd()})")
     try:
@@ -293,10 +292,10 @@ def load_target(name: str, attention: str = "") -> tuple[PreTrainedModel, Any]:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
                 config = AutoConfig.for_model(**json.loads(Path(name).read_text()))
-                return AutoModelForCausalLM.from_config(config, **kernel), None
+                return AutoModelForCausalLM.from_config(config), None
         folder = resolve(name)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **kernel)
-    except (OSError, ValueError, TypeError, ImportError, StrictDataclassError) as problem:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    except (OSError, ValueError, TypeError, StrictDataclassError) as problem:
         raise ValueError(f"the target '{name}' could not be loaded: {problem}") from problem
     try:
         return model, AutoTokenizer.from_pretrained(folder)

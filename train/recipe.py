@@ -48,8 +48,8 @@ class Data:
     forward_tokens: int = 4096
     """Tokens of one forward pass of one process, padding included; smaller saves memory and accumulates gradients."""
     packing: bool = False
-    """Have the target read the conversations of a forward pass in one row, none seeing another, without padding. It can
-    pay with `attention: flash_attention_2`; batches are of similar lengths in any case."""
+    """Have the target read the conversations of a forward pass in one row, none seeing another, without padding.
+    Batches are of similar lengths in any case, so there is seldom much to win."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,6 @@ class Recipe:
     target: str = "smollm2-135m"
     """Folder or hub id of the target model, "smollm2-135m" for the embedded one, or the .json file of a Hugging Face
     config: then the target has random weights (for tests)."""
-    attention: str = ""
-    """The target's kernel, as `attn_implementation` of transformers: sdpa, flash_attention_2, ...; empty takes its
-    default."""
     start_from: str = ""
     """Folder or hub id of a drafter of the same shape, whose weights and draft vocabulary the training starts from;
     empty trains from scratch. An EAGLE-3 drafter may have fewer layers or draft tokens: it grows."""
