@@ -181,6 +181,19 @@ def distill_options() -> ArgumentParser:
         metavar="NAME_OR_PATH",
         help="drafts ahead, as in the other commands; in large batches it seldom pays. Without it: plain decoding",
     )
+    parser.add_argument(
+        "--engine",
+        type=Literal["transformers", "vllm"],
+        default="transformers",
+        help="what writes: the model in this process, or a vLLM server, for many answers of large models. Then "
+        "--batch-size texts are asked for at once; give it some hundreds",
+    )
+    parser.add_argument(
+        "--server",
+        type=str | None,
+        metavar="URL",
+        help="of --engine vllm. Without it: http://localhost:8000/v1, where `vllm serve MODEL` is",
+    )
     return parser
 
 

@@ -189,8 +189,8 @@ def _short_names(folders: list[str], reserved: set[str]) -> list[str]:
     return folders
 
 
-def load_target(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model, in `dtype`, on the GPU if there is one, and its tokenizer."""
+def load_target(name: str, dtype: str, device: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, in `dtype`, on `device`, by itself the GPU if there is one, and its tokenizer."""
     folder = embedded.resolve(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -200,8 +200,8 @@ def load_target(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
         raise ValueError(
             f'cannot load the model "{name}": {reason} --model takes a folder, a hub id or {embedded.TARGET_NAME}'
         ) from None
-    device: Any = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return model.to(device).eval(), tokenizer
+    place: Any = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return model.to(place).eval(), tokenizer
 
 
 def load_drafters(sources: dict[str, str], model: PreTrainedModel) -> dict[str, Drafter]:

@@ -26,11 +26,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import selfdraft
 from selfdraft.compare import drafter_source, load_drafters, load_target, refuse_too_long
-from selfdraft.interview import SELF_WRITTEN, Interviewer, Row, Script, Seen, Show, read_scripts
+from selfdraft.interview import SELF_WRITTEN, USER_TOKENS, Interviewer, Row, Script, Seen, Show, read_scripts
 from selfdraft.report import LINE_SECONDS, device_name, git_commit, print_lines
+from selfdraft.server import Server, connect
 from selfdraft.target import Target
 
 MANIFEST = "distill.json"
+SERVER = "http://localhost:8000/v1"  # where `vllm serve` is by itself
+CHECK_TEXT = "The capital of France is"  # any text: whether the server goes on with it as the model does
 BATCHES_PER_SHARD = 2  # of every temperature; a kill loses the work of one shard at most
 
 
@@ -51,6 +54,8 @@ class Settings:
     count: int | None
     seed: int
     drafter: str | None
+    engine: str = "transformers"
+    server: str | None = None
 
     @property
     def shard_size(self) -> int:
@@ -71,8 +76,12 @@ def distill(settings: Settings, output: Path, console: Console) -> dict[str, int
     scripts = None if settings.prompts is None else read_scripts(settings.prompts, settings.split)
     count = min(wanted for wanted in (settings.count, None if scripts is None else len(scripts)) if wanted is not None)
     sources = {} if settings.drafter is None else {settings.drafter: drafter_source(settings.drafter)}
-    model, tokenizer = load_target(settings.model, settings.dtype)
+    server = find_server(settings)
+    # Beside a server the model is asked for its identity and a few tokens only, and the GPU may be the server's.
+    model, tokenizer = load_target(settings.model, settings.dtype, "cpu" if server else None)
     refuse_too_long("the longest prompt", settings.max_prompt_tokens, model, settings.max_new_tokens)
+    if server:
+        server.check(model, tokenizer(CHECK_TEXT)["input_ids"])
     interviewer = Interviewer(
         model,
         tokenizer,
@@ -86,12 +95,16 @@ def distill(settings: Settings, output: Path, console: Console) -> dict[str, int
         settings.max_new_tokens,
         settings.batch_size,
         settings.seed,
+        server,
     )
     manifest = describe(settings, scripts, count, model, tokenizer)
+    if server:
+        manifest["versions"]["vllm"] = server.version
     claim(output, manifest)
 
     shards = math.ceil(count / settings.shard_size)
-    print_lines([f"{count:,} conversations in {shards} shards of {output}, on {device_name(model.device)}"], console)
+    where = f"by vLLM {server.version} at {server.url}" if server else f"on {device_name(model.device)}"
+    print_lines([f"{count:,} conversations in {shards} shards of {output}, {where}"], console)
     counts: Counter[str] = Counter()
     seen, written, began = Seen(), 0, time.perf_counter()
     with progress(count, settings.shard_size, console) as show:
@@ -109,6 +122,25 @@ def distill(settings: Settings, output: Path, console: Console) -> dict[str, int
     if not counts["answers"]:
         raise ValueError(f"{output} holds no answer: all {count} conversations were left out, for the reasons above")
     return counts
+
+
+def find_server(settings: Settings) -> Server | None:
+    """The server that is to write, if one is. ValueError when it does not answer, or cannot do what is asked for."""
+    if settings.engine == "transformers":
+        if settings.server is not None:
+            raise ValueError(f"--server {settings.server} is for --engine vllm, which was not given")
+        return None
+    if settings.drafter is not None:
+        raise ValueError("a vLLM server decodes in its own way: leave out --drafter, or --engine vllm")
+    server = connect(settings.server or SERVER)
+    needed = settings.max_prompt_tokens + settings.max_new_tokens + (USER_TOKENS if settings.turns > 1 else 0)
+    if needed > server.longest:
+        raise ValueError(
+            f"the prompts, answers and turns that are asked for may become {needed} tokens long, and the server at "
+            f"{server.url} has room for {server.longest}; lower --max-prompt-tokens or --max-new-tokens, or start it "
+            "with a larger --max-model-len"
+        )
+    return server
 
 
 def source_name(prompts: str | None) -> str:
@@ -172,8 +204,11 @@ def claim(output: Path, manifest: dict[str, Any]) -> None:
 
 
 def deciding(manifest: dict[str, Any]) -> dict[str, Any]:
-    """What must not differ between two halves of a corpus. Model and prompts may have moved: their content counts."""
-    settings = {key: value for key, value in manifest["settings"].items() if key not in ("model", "prompts", "split")}
+    """What must not differ between two halves of a corpus. Model, prompts and server may have moved: their
+    content counts."""
+    moved = ("model", "prompts", "split", "server")
+    settings = {"engine": "transformers"}  # of corpora that do not say it
+    settings |= {key: value for key, value in manifest["settings"].items() if key not in moved}
     target = {f"target {key}": value for key, value in manifest["target"].items() if key != "name"}
     return settings | target | {key: manifest[key] for key in ("prompts", "tokenizer", "chat_template")}
 

@@ -18,6 +18,7 @@ from selfdraft.compare import conversation_ids
 from selfdraft.datafiles import open_rows, tools_of
 from selfdraft.drafters.base import Drafter
 from selfdraft.rows import end_tokens
+from selfdraft.server import Server
 from selfdraft.texts import Text, seed_of, write
 
 SELF_WRITTEN = "magpie"  # the source of conversations whose first prompt the target wrote
@@ -76,6 +77,7 @@ class Interviewer:
         turns: of the user, in a conversation; what the script lacks is written by the target.
         temperatures: conversation i is answered at number `i % len(temperatures)`.
         source: of the rows.
+        server: writes instead of the model, where there is one; then `batch_size` texts are asked for at once.
         longest_prompt: in tokens; a conversation ends before a longer one.
     """
 
@@ -93,12 +95,15 @@ class Interviewer:
         max_new_tokens: int,
         batch_size: int,
         seed: int,
+        server: Server | None = None,
     ):
         self.tokenizer, self.scripts, self.source, self.seed = tokenizer, scripts, source, seed
         self.system, self.turns, self.temperatures = system, turns, temperatures
         self.longest_prompt, self.max_new_tokens = longest_prompt, max_new_tokens
         self.end_ids = set(end_tokens(model.generation_config)) or {tokenizer.eos_token_id} - {None}
-        self.write = partial(write, model, batch_size=batch_size, drafter=drafter)
+        self.write: Callable[..., None] = partial(write, model, batch_size=batch_size, drafter=drafter)
+        if server is not None:
+            self.write = partial(server.write, requests=batch_size)
         by_itself = scripts is None or any(len(script.turns) < turns for script in scripts)
         needs_template = by_itself or turns > 1 or system is not None
         needs_template |= any(script.tools or script.system for script in scripts or ())

@@ -37,6 +37,16 @@ class Text:
     def length(self) -> int:
         return len(self.prompt) + len(self.new)
 
+    def add(self, tokens: list[int], ends: Collection[int]) -> None:
+        """Goes on with these tokens, up to the first of `ends` or the limit."""
+        tokens = tokens[: self.limit - len(self.new)]
+        end = next((place for place, token in enumerate(tokens) if token in ends), None)
+        self.new += tokens if end is None else tokens[: end + 1]
+        if end is not None:
+            self.finish = "stop"
+        elif len(self.new) == self.limit:
+            self.finish = "length"
+
 
 def seed_of(*key: Any) -> int:
     """A seed for the text that these values name, 0..2**62: a hash, so that the texts of a corpus share no noise."""
@@ -88,13 +98,7 @@ def go_on(model: PreTrainedModel, batch: list[Text], end_ids: list[int], drafter
     )
     ends = set(end_ids)
     for text, tokens in zip(batch, said[:, ids.shape[1] :].tolist(), strict=True):
-        tokens = tokens[: text.limit - len(text.new)]
-        end = next((place for place, token in enumerate(tokens) if token in ends), None)
-        text.new += tokens if end is None else tokens[: end + 1]
-        if end is not None:
-            text.finish = "stop"
-        elif len(text.new) == text.limit:
-            text.finish = "length"
+        text.add(tokens, ends)
 
 
 def left_padded(
