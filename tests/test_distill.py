@@ -15,6 +15,8 @@ from selfdraft.interview import Interviewer, Script, Seen
 from selfdraft.texts import Text, seed_of, write
 from tests.models import VOCAB, tiny
 
+pytestmark = pytest.mark.usefixtures("short_turns")
+
 ROOT = Path(__file__).resolve().parent.parent
 MARKERS = ["<unk>", "<system>", "<user>", "<assistant>", "<end>", "<tools>"]  # the last words of the vocabulary
 TEMPLATE = (
@@ -37,14 +39,6 @@ def save_target(folder: Path, **options) -> Path:
     model.generation_config.eos_token_id = ENDS
     model.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_turns():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interview, "USER_TOKENS", 12)
-        patch.setattr(distill, "BATCHES_PER_SHARD", 1)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -24,17 +24,10 @@ import features  # noqa: E402
 import heads  # noqa: E402
 from features import FeatureCache, live_features  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("trainer")
+
 TINY = sorted(path.stem for path in (ROOT / "configs").glob("tiny_*.yaml"))
 LAYERS = (1, 2, -1)
-
-
-@pytest.fixture(autouse=True)
-def _in_the_repository(monkeypatch):
-    threads = torch.get_num_threads()
-    monkeypatch.chdir(ROOT)
-    yield
-    AcceleratorState._reset_state(True)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from selfdraft import distill, interview
 from selfdraft import server as serving
 from selfdraft.texts import Text, write
 from tests.models import VOCAB
 from tests.test_distill import ENDS, manifest_of, rows_of, run, save_target
+
+pytestmark = pytest.mark.usefixtures("short_turns")
 
 NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
 NEUTRAL |= {"frequency_penalty": 0.0, "ignore_eos": True, "return_token_ids": True, "model": "tiny"}
@@ -61,14 +62,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.end_headers()
         self.wfile.write(json.dumps(value).encode())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_turns():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interview, "USER_TOKENS", 12)
-        patch.setattr(distill, "BATCHES_PER_SHARD", 1)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,8 @@ from selfdraft.drafters.base import FeatureBatch, LossSum  # noqa: E402
 from selfdraft.metrics import Stats  # noqa: E402
 from selfdraft.target import Target  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("trainer")
+
 TINY = sorted(path.stem for path in (ROOT / "configs").glob("tiny_*.yaml"))
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 ALONE = ["--data.validation", "", "--threads", "1"]  # no evaluation
@@ -101,15 +103,6 @@ class Toy(nn.Module):
         return LossSum(total, batch.trained[:, 1:].sum())
 
     loss = forward
-
-
-@pytest.fixture(autouse=True)
-def _in_the_repository(monkeypatch):
-    threads = torch.get_num_threads()
-    monkeypatch.chdir(ROOT)
-    yield
-    AcceleratorState._reset_state(True)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -28,16 +28,9 @@ import heads  # noqa: E402
 import tuning  # noqa: E402
 from recipe import Tune  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("trainer")
+
 TARGET = "configs/targets/tiny_llama.json"
-
-
-@pytest.fixture(autouse=True)
-def _in_the_repository(monkeypatch):
-    threads = torch.get_num_threads()
-    monkeypatch.chdir(ROOT)
-    yield
-    AcceleratorState._reset_state(True)
-    torch.set_num_threads(threads)
 
 
 def tune(output: Path, *more: str) -> Path:

@@ -72,12 +72,6 @@ def main(arguments: list[str]) -> None:
     recipe, model_config = parse_recipe(arguments)
     if recipe.log_with != "none" and importlib.util.find_spec(recipe.log_with) is None:
         raise ValueError(f"--log_with {recipe.log_with} needs the package: pip install {recipe.log_with}")
-    if recipe.features.dtype != "target" and not recipe.features.cache:
-        raise ValueError(f"--features.dtype {recipe.features.dtype} is how features are kept; set --features.cache too")
-    if recipe.data.packing and recipe.features.cache:
-        raise ValueError(
-            "--data.packing is about reading the target, which --features.cache spares; leave one of them out"
-        )
     output = Path(recipe.output_dir)
     accelerator = Accelerator(
         mixed_precision=recipe.mixed_precision,
@@ -156,11 +150,8 @@ def main(arguments: list[str]) -> None:
             if accelerator.is_main_process:
                 say(probe(drafter, target, conversations, partial(make_optimizers, recipe.optim, target.vocab_size)))
 
-    features_of: Callable[..., FeatureBatch] = partial(
-        live_features, target, drafter.feature_layers, packed=recipe.data.packing
-    )
-    if joint:
-        features_of = partial(joint.read, packed=recipe.data.packing)
+    read_target = joint.read if joint else partial(live_features, target, drafter.feature_layers)
+    features_of: Callable[..., FeatureBatch] = partial(read_target, packed=recipe.data.packing)
     if recipe.features.cache:
         forward_tokens, processes = recipe.data.forward_tokens, accelerator.num_processes
         cache = FeatureCache(recipe.features.cache, target, drafter.feature_layers, recipe.features.dtype)

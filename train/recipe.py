@@ -180,6 +180,14 @@ class Recipe:
             value = attrgetter(name)(self)
             if value < least:
                 raise ValueError(f"{name} is {value}, and has to be {least} or more")
+        if self.features.dtype != "target" and not self.features.cache:
+            raise ValueError(
+                f"--features.dtype {self.features.dtype} is how features are kept; set --features.cache too"
+            )
+        if self.data.packing and self.features.cache:
+            raise ValueError(
+                "--data.packing is about reading the target, which --features.cache spares; leave one of them out"
+            )
         if not self.optim.clip > 0:
             raise ValueError(f"optim.clip is {self.optim.clip}, and the largest norm of a gradient has to be above 0")
         if not 0 <= self.optim.warmup_ratio <= 1:
