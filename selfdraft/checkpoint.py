@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from jaxtyping import Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -72,6 +73,23 @@ def warn_of_other_weights(made_for: str | None, active: str | None) -> None:
             f"this drafter was made for the target with {had}, and {has} is active now: the text is the target's own "
             "all the same, but less of what is drafted may be accepted",
             stacklevel=4,
+        )
+
+
+def warn_of_other_text(drafter: Drafter | None, ids: Int[Tensor, "batch time"], mask: Tensor | None) -> None:
+    """Says it when a text (the first row's) begins unlike all that the drafter was trained on: mostly raw text, or a
+    second BOS, where that was a chat."""
+    opening = getattr(drafter, "opening", ())
+    if not opening:
+        return
+    text = ids[0] if mask is None else ids[0][mask[0].bool()]
+    begins = text[: len(opening)].tolist()
+    if begins != list(opening):
+        warnings.warn(
+            f"all texts that this drafter was trained on begin with the ids {list(opening)}, and this one begins with "
+            f"{begins}: the text is the target's own all the same, but less of what is drafted may be accepted. If "
+            "the training texts were chats, use tokenizer.apply_chat_template once, and take the ids it returns",
+            stacklevel=3,
         )
 
 
@@ -136,6 +154,7 @@ def load_drafter(source: str | Path, model: torch.nn.Module, strict: bool = True
     load_weights(drafter, folder / "model.safetensors")
     drafter.check(target)
     target.adapter = ours["target"].get("adapter")  # the one that it was trained for, whatever is active now
+    drafter.opening = tuple(ours.get("opening", ()))
     return drafter.to(target.device).eval()
 
 
@@ -143,9 +162,10 @@ def save_drafter(drafter: Any, folder: str | Path, tokenizer: Any = None, tuned:
     """Writes `config.json` and `model.safetensors`; a folder is either the old one or the new one, never half.
 
     With the `tokenizer` that the training text came through, the config remembers its chat template, and
-    `selfdraft doctor` can tell whether the drafter meets the same one in use. `tuned` is the target as a PeftModel
-    that was trained along with the drafter: its adapter "default" goes to `adapter/`, and the tokenizer with it, so
-    that transformers loads the tuned target from there.
+    `selfdraft doctor` can tell whether the drafter meets the same one in use. `drafter.opening`, if there is one, are
+    the ids that all its training texts began with; `generate` warns of other texts. `tuned` is the target as a
+    PeftModel that was trained along with the drafter: its adapter "default" goes to `adapter/`, and the tokenizer with
+    it, so that transformers loads the tuned target from there.
     """
     document: dict[str, Any] = {
         **getattr(drafter, "model_config", {}),
@@ -153,6 +173,7 @@ def save_drafter(drafter: Any, folder: str | Path, tokenizer: Any = None, tuned:
             "drafter": type(drafter).__module__.rsplit(".", 1)[-1],
             "config": asdict(drafter.config),
             "target": drafter.target.identity(),
+            "opening": list(getattr(drafter, "opening", ())),
         },
     }
     if tokenizer is not None:

@@ -20,7 +20,7 @@ from transformers import (
 
 from selfdraft.arguments import refuse_arguments, refuse_inputs, value_of
 from selfdraft.cache import SlotCache
-from selfdraft.checkpoint import choose_drafter
+from selfdraft.checkpoint import choose_drafter, warn_of_other_text
 from selfdraft.drafters.base import Drafter, Observed
 from selfdraft.drafters.ngram import Ngram
 from selfdraft.metrics import Stopwatch
@@ -115,6 +115,7 @@ def decode(
         refuse_inputs(input_ids, logits_processor, streamer, model_kwargs)
         target = Target(model)
         drafter = choose_drafter(looked_up(drafter, generation_config), target)
+        warn_of_other_text(drafter, input_ids, model_kwargs.get("attention_mask"))
         patience = Patience() if plan is None else None
         if not isinstance(plan, Plan | None):
             raise ValueError(f"plan={plan!r} is no Plan: give Plan(depth, width, nodes), or None for the drafter's own")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -72,6 +73,17 @@ def test_the_file_holds_the_drafter_and_nothing_of_the_target(name, tmp_path):
     trained = sum(each.numel() * each.element_size() for each in drafter.parameters())
     assert own - trained < 0.05 * trained
     assert (tmp_path / "heads" / "model.safetensors").stat().st_size < 1.01 * own + 8192
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_a_drafter_is_built_without_memory_in_the_shapes_of_its_config(name):
+    """As big frameworks build a model before its weights are there, or shared out."""
+    drafter = ARMS[f"{name}-trained"](CASE)
+    with init_empty_weights():
+        empty = type(drafter)(drafter.config, Target(CASE.model))
+    shapes = {key: value.shape for key, value in empty.state_dict().items()}
+    assert shapes == {key: value.shape for key, value in drafter.state_dict().items()}
+    assert all(value.is_meta for value in empty.parameters()) and all(shape.numel() for shape in shapes.values())
 
 
 @pytest.mark.parametrize("name", ["feature_layers", "rope_theta"])
@@ -331,6 +343,30 @@ def test_the_commands_take_the_folder_of_the_adapter_as_the_model(tuned):
     same_tokens(ours, reference.generate(**CASE.inputs, max_new_tokens=NEW, **GREEDY))
     with pytest.raises(ValueError, match="tuned: this drafter was trained along with an adapter"):
         compare.load_drafters({"tuned": str(tuned)}, base_in(tuned.parent))
+
+
+# --- Texts of another kind --------------------------------------------------------------------------------------------
+
+
+def test_a_text_that_begins_unlike_all_of_the_training_is_told_once_a_call(tmp_path):
+    """A drafter of chats, given ids of a chat, the same with padding in front, raw text, and a chat with a second
+    BOS."""
+    drafter = eagle()
+    drafter.opening = (1, 5)
+    save_drafter(drafter, tmp_path)
+    loaded = load_drafter(tmp_path, CASE.model)
+    settings = GREEDY | {"drafter": loaded, "max_new_tokens": 3}
+    chat = torch.tensor([[1, 5, 9, 4]])
+    padded = torch.nn.functional.pad(chat, (2, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        selfdraft.generate(CASE.model, chat, **settings)
+        selfdraft.generate(CASE.model, padded, attention_mask=(padded > 0).long(), **settings)
+    for text in ([9, 4, 1, 5], [1, 1, 5, 9], [1]):
+        with pytest.warns(UserWarning, match=r"trained on begin with the ids \[1, 5\].*apply_chat_template") as caught:
+            ours = selfdraft.generate(CASE.model, torch.tensor([text]), **settings)
+        assert len(caught) == 1
+        same_tokens(ours, selfdraft.generate(CASE.model, torch.tensor([text]), max_new_tokens=3, **GREEDY))
 
 
 # --- A list of drafters -----------------------------------------------------------------------------------------------

@@ -295,6 +295,28 @@ def test_other_settings_do_not_continue_a_training(tmp_path, toy):
         train_toy(tmp_path, "--data.train", "tests/data/tiny_validation.jsonl")
 
 
+def test_another_target_under_the_same_name_does_not_continue_a_training(tmp_path, toy):
+    """And the same one under another name does."""
+    shutil.copy(ROOT / "configs" / "targets" / "tiny_llama.json", tmp_path / "target.json")
+    train_toy(tmp_path / "out", "--max_steps", "7", "--target", str(tmp_path / "target.json"))
+    train_toy(tmp_path / "out", "--max_steps", "7")
+    changed = json.loads((tmp_path / "target.json").read_text()) | {"initializer_range": 0.2}
+    (tmp_path / "target.json").write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match="belongs to another training .target.fingerprint was"):
+        train_toy(tmp_path / "out", "--max_steps", "7", "--target", str(tmp_path / "target.json"))
+
+
+def test_a_drafter_remembers_how_the_texts_of_its_training_began(tmp_path):
+    rows = [{"prompt_ids": [1, 5, 9, ending], "response_ids": list(range(10, 30))} for ending in (3, 4)]
+    for name, more in {"alike": [], "mixed": [{"prompt_ids": [1, 6], "response_ids": [7, 8]}]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, [*rows, *more])))
+        output = tmp_path / name
+        train(output, "--data.train", str(tmp_path / f"{name}.jsonl"), "--max_steps", "1", *ALONE)
+    model = heads.load_target("configs/targets/tiny_llama.json")[0].eval()
+    assert load_drafter(tmp_path / "alike" / "drafter", model).opening == (1, 5, 9)
+    assert load_drafter(tmp_path / "mixed" / "drafter", model).opening == (1,)
+
+
 def gradients(batches, drafter_and_target, packed: bool = False) -> dict[str, torch.Tensor]:
     drafter, target = drafter_and_target
     read = partial(heads.live_features, target, drafter.feature_layers, packed=packed)

@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from selfdraft.target import Target
+
 KEPT_CHECKPOINTS = 2
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 # What may differ when a training is resumed.
@@ -41,7 +43,7 @@ FREE_SETTINGS = {
 }
 
 
-def fixed_settings(recipe: Recipe, model_config: Any, conversations: Conversations) -> dict[str, Any]:
+def fixed_settings(recipe: Recipe, model_config: Any, conversations: Conversations, target: Target) -> dict[str, Any]:
     """What must not differ between the two halves of a resumed training."""
     settings = {key: value for key, value in asdict(recipe).items() if key not in FREE_SETTINGS}
     settings |= {"model": asdict(model_config)}
@@ -50,7 +52,9 @@ def fixed_settings(recipe: Recipe, model_config: Any, conversations: Conversatio
     for tokens, trained in zip(conversations.tokens, conversations.trained, strict=True):
         data.update(tokens.tobytes())
         data.update(trained.tobytes())
-    # The same data may lie elsewhere the next time: its content counts.
+    # Target and data may lie elsewhere the next time: their content counts.
+    settings["target"] = target.identity()
+    del settings["target"]["name"]
     settings["data"] = {
         key: settings["data"][key] for key in ("max_length", "step_tokens", "forward_tokens", "packing")
     }

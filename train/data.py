@@ -18,6 +18,8 @@ from torch import Tensor
 
 from selfdraft.datafiles import open_rows, tools_of, without_gaps
 
+OPENING = 3
+
 
 @dataclass(frozen=True)
 class Conversations:
@@ -42,6 +44,11 @@ class Conversations:
         for tokens, trained in zip(self.tokens, self.trained, strict=True):
             np.add.at(counts, tokens[trained], 1)
         return torch.from_numpy(counts)
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """The ids that all conversations begin with, three at most: more may be one system prompt's."""
+        return tuple(commonprefix([tokens[:OPENING].tolist() for tokens in self.tokens]))
 
     def prompt(self, index: int) -> Tensor:
         """The ids before the first trained token: what the target saw before it answered. One token at least: where

@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> None:
     plan = plan_steps(recipe, lengths)
 
     # The drafter, fresh or from the newest checkpoint.
-    settings = fixed_settings(recipe, model_config, conversations)
+    settings = fixed_settings(recipe, model_config, conversations, target)
     checkpoint = newest_checkpoint(output / "checkpoints")
     state = read_state(checkpoint, settings, accelerator.num_processes) if checkpoint else None
     done = state["step"] if state else 0
@@ -125,6 +125,7 @@ def main(arguments: list[str]) -> None:
         tuned = add_adapter(model, recipe.tune, "" if state else recipe.start_from)
         target = Target(model)
     drafter = kind(model_config, target).to(accelerator.device, torch.float32)
+    drafter.opening = conversations.opening
     if state is None:
         drafter.start(conversations.answer_counts(target.vocab_size).to(accelerator.device))
         if recipe.start_from:
@@ -219,8 +220,6 @@ def main(arguments: list[str]) -> None:
                 log(accelerator, output, step + 1, record)
                 show(step + 1, record)
                 at_end = step + 1 == len(plan)
-                if (step + 1) % TRIM_EVERY == 0:
-                    release_memory()
                 measures = (step + 1) % recipe.eval.every == 0 or at_end
                 saves = (step + 1) % recipe.save_every == 0 or at_end
                 weights = {}
@@ -228,12 +227,14 @@ def main(arguments: list[str]) -> None:
                     weights = {name: whole(weight) for name, weight in learner.state_dict().items()}
                 if measures and accelerator.is_main_process:
                     own = drafter.state_dict() if joint else weights
-                    given = (own, drafter.config, target, tuned, tokenizer, held_out, recipe, output)
+                    given = (own, drafter, target, tuned, tokenizer, held_out, recipe, output)
                     measured = keep_if_best(*given, best)
                     if measured:
                         best = max(best, measured["tokens_per_round"])
                         log(accelerator, output, step + 1, measured)
                         say(f"step {step + 1}: " + describe(measured))
+                if measures or (step + 1) % TRIM_EVERY == 0:
+                    release_memory()
                 accelerator.wait_for_everyone()
                 if saves:
                     state = {"step": step + 1, "settings": settings, "processes": accelerator.num_processes}
@@ -454,7 +455,7 @@ def whole(value: Any) -> Any:
 
 def keep_if_best(
     weights: dict[str, Tensor],
-    config: Any,
+    drafter: Any,
     target: Target,
     tuned: PeftModel | None,
     tokenizer: Any,
@@ -470,8 +471,9 @@ def keep_if_best(
     """
     with torch.random.fork_rng():
         target = Target(target.model)  # with the adapter of now
-        twin = drafter_class(recipe.drafter)(config, target).to(target.device, target.dtype)
+        twin = type(drafter)(drafter.config, target).to(target.device, target.dtype)
         twin.load_state_dict(weights)
+        twin.opening = drafter.opening
         folder = output / ("drafter" if held_out is None else "latest")
         with saving(folder):
             selfdraft.save_drafter(twin, folder, tokenizer, tuned)
@@ -500,6 +502,7 @@ def evaluate(drafter: Any, target: Target, held_out: Conversations, recipe: Reci
             if recipe.tune.rank:  # what becomes of the target itself
                 loss.metrics["lm_loss"] = language_loss(target, seen)
             add_loss(sums, loss)
+        release_memory()
         values = means_of({name: value.item() for name, value in sums.items()})
         measured = {f"validation_{name}": value for name, value in values.items()}
         for temperature in (0.0, 1.0):
