@@ -420,9 +420,9 @@ def launch_environment(config: str) -> dict[str, str]:
     return {name: value for name, value in given.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
 
 
-def start_two(output: Path, config: str, *more: str, recipe: str = "tiny_eagle3") -> subprocess.Popen:
+def start_two(output: Path, config: str, *more: str, recipe: str = "tiny_eagle3", script: str = "") -> subprocess.Popen:
     """On CPUs, where `accelerate launch` itself would start one process, and knows neither FSDP nor DeepSpeed."""
-    script = {"fsdp2": "tests/fsdp_on_cpu.py", "zero2": "tests/zero_on_cpu.py"}.get(config, "train/heads.py")
+    script = script or {"fsdp2": "tests/fsdp_on_cpu.py", "zero2": "tests/zero_on_cpu.py"}.get(config, "train/heads.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", script]
     command += ["--config", f"configs/{recipe}.yaml", "--output_dir", str(output), *more]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | launch_environment(config) | {"ACCELERATE_USE_CPU": "true"}
@@ -464,6 +464,27 @@ def test_two_processes_train_like_one_and_resume_exactly(tmp_path, config):
     said = again.communicate(timeout=300)[0]
     assert again.returncode == 0 and "resuming after step" in said, said
     assert_same_training(killed, two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patience", [None, 3])
+def test_a_process_that_prepares_for_longer_is_waited_for(tmp_path, monkeypatch, patience):
+    """With seven conversations, so that steps do not fill both processes; and not, if the limit is set shorter."""
+    rows = (ROOT / "tests" / "data" / "tiny_train.jsonl").read_text().splitlines()[:7]
+    (tmp_path / "seven.jsonl").write_text("\n".join(rows))
+    monkeypatch.setenv("SECONDS", "8")
+    if patience:
+        monkeypatch.setenv("PATIENCE", str(patience))
+    more = ["--data.train", str(tmp_path / "seven.jsonl"), "--max_steps", "3", *ALONE]
+    process = start_two(tmp_path / "out", "ddp", *more, script="tests/slow_on_cpu.py")
+    said = process.communicate(timeout=300)[0]
+    if patience:
+        assert process.returncode != 0 and "imed out" in said, said
+    else:
+        assert process.returncode == 0 and said.count("done:") == 1, said
+        assert [each["step"] for each in records(tmp_path / "out")] == [1, 2, 3]
+        states = sorted(path.name for path in (tmp_path / "out" / "checkpoints" / "step-3").glob("random_*"))
+        assert states == ["random_0.pt", "random_1.pt"]
 
 
 def test_a_step_without_a_finite_gradient_changes_nothing(tmp_path, toy):
