@@ -82,13 +82,14 @@ def warn_of_other_text(drafter: Drafter | None, ids: Int[Tensor, "batch time"], 
     opening = getattr(drafter, "opening", ())
     if not opening:
         return
-    text = ids[0] if mask is None else ids[0][mask[0].bool()]
+    text = ids[0] if mask is None else ids[0][mask[0].to(ids.device).bool()]
     begins = text[: len(opening)].tolist()
     if begins != list(opening):
         warnings.warn(
             f"all texts that this drafter was trained on begin with the ids {list(opening)}, and this one begins with "
-            f"{begins}: the text is the target's own all the same, but less of what is drafted may be accepted. If "
-            "the training texts were chats, use tokenizer.apply_chat_template once, and take the ids it returns",
+            f"{begins}: the text is the target's own all the same, but less of what is drafted may be accepted. It is "
+            "raw text, has a second BOS, or a system message where the training had none, or the reverse: "
+            "tokenizer.apply_chat_template gives the ids of a chat",
             stacklevel=3,
         )
 

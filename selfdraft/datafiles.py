@@ -70,5 +70,8 @@ def _files(name: str, option: str) -> list[str]:
     else:
         files = sorted(glob.glob(str(path)))
     if not files:
-        raise ValueError(f"no data file at '{name}' (looked in {Path.cwd()}); set the path with {option}")
+        raise ValueError(
+            f"no data file at '{name}' (looked in {Path.cwd()}); set the path with {option}, or make data "
+            "of the target's own answers: selfdraft distill --help"
+        )
     return files

@@ -564,7 +564,7 @@ def check_rope(case: Case, given: Agreement | None, sample: Sample | None, is_it
 def check_squares(case: Case, given: Agreement | None, sample: Sample | None) -> Measured:
     """Square matrices, whose shape does not tell whether they are transposed: they are tried the other way round."""
     check = "square weights"
-    if not case.has("unroll") and not case.has("heads"):
+    if case.has("layers_of_target"):
         return Finding(check, "skipped", "not tried with a whole model"), case, given
     squares = [name for name, each in case.tensors.items() if each.ndim == 2 and each.shape[0] == each.shape[1]]
     if given is None and squares:

@@ -19,6 +19,7 @@ from selfdraft import cli, doctor, evidence
 from selfdraft.doctor import Finding, examine
 from selfdraft.drafters.base import FeatureBatch
 from selfdraft.drafters.eagle import Eagle, EagleConfig
+from selfdraft.drafters.eagle1 import Eagle1, Eagle1Config
 from selfdraft.drafters.medusa import Medusa, MedusaConfig
 from selfdraft.evidence import Exchange, read_exchanges
 from selfdraft.target import Target
@@ -449,3 +450,14 @@ def test_a_drafter_has_to_be_given(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["doctor"])
     assert stop.value.code == 2 and "drafter" in capsys.readouterr().err
+
+
+def test_agreement_is_that_of_the_best_tokens_whatever_else_a_loss_measures(home):
+    """EAGLE-1 also says how far its foretold states are off, which is no share of anything."""
+    target = Target(tiny("llama"))
+    drafter = Eagle1(Eagle1Config(noise=0.0), target).eval()
+    parts = ([each.prompt for each in home.data], [each.answer for each in home.data])
+    sample = evidence.take_sample(target, (-1,), *parts)
+    shares = [drafter.loss(sample.row(index, (-1,))).metrics["accuracy_1"] for index in range(len(sample.tokens))]
+    found = evidence.agreement(lambda: drafter, sample)
+    assert found.top1 == pytest.approx(sum(float(hits) for hits, _ in shares) / sum(float(of) for _, of in shares))

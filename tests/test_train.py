@@ -296,7 +296,7 @@ def test_other_settings_do_not_continue_a_training(tmp_path, toy):
 
 
 def test_another_target_under_the_same_name_does_not_continue_a_training(tmp_path, toy):
-    """And the same one under another name does."""
+    """And the same one under another name does. A tuned target is another one, whatever it leaves as it was."""
     shutil.copy(ROOT / "configs" / "targets" / "tiny_llama.json", tmp_path / "target.json")
     train_toy(tmp_path / "out", "--max_steps", "7", "--target", str(tmp_path / "target.json"))
     train_toy(tmp_path / "out", "--max_steps", "7")
@@ -304,17 +304,24 @@ def test_another_target_under_the_same_name_does_not_continue_a_training(tmp_pat
     (tmp_path / "target.json").write_text(json.dumps(changed))
     with pytest.raises(ValueError, match="belongs to another training .target.fingerprint was"):
         train_toy(tmp_path / "out", "--max_steps", "7", "--target", str(tmp_path / "target.json"))
+    model = heads.load_target("configs/targets/tiny_llama.json")[0]
+    before = checkpoints.sample_of(model)
+    model.model.layers[1].self_attn.q_proj.weight.data += 1e-3
+    assert checkpoints.sample_of(model) != before
 
 
 def test_a_drafter_remembers_how_the_texts_of_its_training_began(tmp_path):
-    rows = [{"prompt_ids": [1, 5, 9, ending], "response_ids": list(range(10, 30))} for ending in (3, 4)]
-    for name, more in {"alike": [], "mixed": [{"prompt_ids": [1, 6], "response_ids": [7, 8]}]}.items():
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, [*rows, *more])))
+    """As far as the prompts are alike, and no further than the shortest: answers are not the user's to begin with."""
+    rows = [{"prompt_ids": [1, 5, ending], "response_ids": list(range(10, 30))} for ending in (3, 4)]
+    for name, more in {"alike": [], "mixed": [1, 6], "short": [1]}.items():
+        another = [{"prompt_ids": more, "response_ids": [5, 8]}] if more else []
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, [*rows, *another])))
         output = tmp_path / name
         train(output, "--data.train", str(tmp_path / f"{name}.jsonl"), "--max_steps", "1", *ALONE)
     model = heads.load_target("configs/targets/tiny_llama.json")[0].eval()
-    assert load_drafter(tmp_path / "alike" / "drafter", model).opening == (1, 5, 9)
+    assert load_drafter(tmp_path / "alike" / "drafter", model).opening == (1, 5)
     assert load_drafter(tmp_path / "mixed" / "drafter", model).opening == (1,)
+    assert load_drafter(tmp_path / "short" / "drafter", model).opening == (1,)
 
 
 def gradients(batches, drafter_and_target, packed: bool = False) -> dict[str, torch.Tensor]:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 from selfdraft.target import Target
 
 KEPT_CHECKPOINTS = 2
+SAMPLED = 256
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 # What may differ when a training is resumed.
 FREE_SETTINGS = {
@@ -37,6 +38,7 @@ FREE_SETTINGS = {
     "eval",
     "save_every",
     "log_with",
+    "probe",
     "compile",
     "activation_checkpointing",
     "threads",
@@ -53,13 +55,23 @@ def fixed_settings(recipe: Recipe, model_config: Any, conversations: Conversatio
         data.update(tokens.tobytes())
         data.update(trained.tobytes())
     # Target and data may lie elsewhere the next time: their content counts.
-    settings["target"] = target.identity()
-    del settings["target"]["name"]
+    settings["target"] = {key: value for key, value in target.identity().items() if key != "name"}
+    settings["target"]["weights"] = sample_of(target.model)
     settings["data"] = {
         key: settings["data"][key] for key in ("max_length", "step_tokens", "forward_tokens", "packing")
     }
     settings["data"]["content"] = data.hexdigest()[:16]
     return as_lists(settings)
+
+
+def sample_of(model: nn.Module) -> str:
+    """A hash of some values of every weight: another one for a model that was tuned, in no time for a large one."""
+    digest = hashlib.sha256()
+    for weight in model.state_dict().values():
+        values = weight.detach().flatten()
+        few = values[:: max(1, len(values) // SAMPLED)].cpu().contiguous()
+        digest.update(few.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

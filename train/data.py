@@ -18,7 +18,7 @@ from torch import Tensor
 
 from selfdraft.datafiles import open_rows, tools_of, without_gaps
 
-OPENING = 3
+OPENING = 2  # ids; later ones may be one system prompt's
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Conversations:
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """The ids that all conversations begin with, three at most: more may be one system prompt's."""
-        return tuple(commonprefix([tokens[:OPENING].tolist() for tokens in self.tokens]))
+        """The ids that all prompts begin with, `OPENING` at most."""
+        return tuple(commonprefix([self.prompt(index)[:OPENING].tolist() for index in range(len(self))]))
 
     def prompt(self, index: int) -> Tensor:
         """The ids before the first trained token: what the target saw before it answered. One token at least: where

@@ -98,7 +98,8 @@ def probe(drafter: Any, target: Target, conversations: Conversations, make_optim
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            right = [(hits / count.clamp(min=1)).item() for hits, count in loss.metrics.values()]
+            accuracies = [value for name, value in loss.metrics.items() if name.startswith("accuracy_")]
+            right = [(hits / count.clamp(min=1)).item() for hits, count in accuracies]
             if min(right, default=0.0) >= 0.95:
                 break
         plan = Plan(drafter.plan.depth)

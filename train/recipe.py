@@ -154,7 +154,7 @@ class Recipe:
     epochs: int = 1
     """Passes over the data."""
     max_steps: int = 0
-    """Optimizer steps; 0 means whole epochs."""
+    """Optimizer steps, whatever `epochs` says; 0 means `epochs` passes over the data."""
     save_every: int = 500
     """Steps between two checkpoints; one more is made at the end."""
     seed: int = 0

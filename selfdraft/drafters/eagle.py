@@ -265,7 +265,7 @@ class Eagle(Feedback):
         with torch.no_grad():  # the target's distribution over the draft vocabulary, computed once for all steps
             target_hidden = take(batch.hidden, (place + 1).clamp(max=time - 1))
             probs = self.target.project(target_hidden, self.ids).softmax(-1)
-        likeliest = probs.float().argmax(dim=-1)
+            likeliest = probs.max(dim=-1).indices
         draftable = vocabulary.among(self.ids, padded, self.target.vocab_size)
         labels = vocabulary.places(self.ids, padded, self.target.vocab_size)
 

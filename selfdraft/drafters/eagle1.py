@@ -1,8 +1,8 @@
 """EAGLE-1 and EAGLE-2: one decoder layer that foretells the target's last hidden state, for the target's own head.
 
 Li et al. 2024 (arXiv 2401.15077). EAGLE-2 (arXiv 2406.16858) has the same weights and drafts trees that follow the
-drafter's own confidence, which is how all trees are grown here. The names of tensors are those of the method's public
-checkpoints.
+drafter's own confidence, as those of EAGLE-3, Hydra and draft models do here. The names of tensors are those of the
+method's public checkpoints.
 """
 
 from dataclasses import dataclass, replace
