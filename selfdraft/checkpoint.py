@@ -210,7 +210,11 @@ def replacing(folder: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         yield temporary
-        temporary.chmod(0o755)
+        for each in [
+            temporary,
+            *temporary.rglob("*"),
+        ]:  # temporary folders, and safetensors' files, are the owner's only
+            each.chmod(0o755 if each.is_dir() else 0o644)
         old = folder.parent / f"{temporary.name}.old"
         if folder.exists():
             folder.rename(old)

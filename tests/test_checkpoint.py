@@ -128,6 +128,11 @@ def test_a_separate_draft_model_is_saved_as_a_plain_hugging_face_folder(tmp_path
         assert torch.allclose(model(ids).logits, drafter.model(ids).logits, atol=1e-5)
 
 
+def test_everybody_may_read_what_was_saved(saved):
+    assert saved.stat().st_mode & 0o777 == 0o755
+    assert {file.stat().st_mode & 0o777 for file in saved.iterdir()} == {0o644}
+
+
 def test_saving_over_a_drafter_replaces_it(saved):
     other = eagle(draft_vocab_size=32)
     (saved / "stray.txt").write_text("not ours")
