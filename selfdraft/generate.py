@@ -119,6 +119,8 @@ def decode(
         patience = Patience() if plan is None else None
         if not isinstance(plan, Plan | None):
             raise ValueError(f"plan={plan!r} is no Plan: give Plan(depth, width, nodes), or None for the drafter's own")
+        if plan is None and drafter is not None and generation_config.do_sample:
+            plan = getattr(drafter, "sampling_plan", drafter.plan)
         plan = plan or (drafter.plan if drafter is not None else Plan(depth=0))
 
         prompt = read_prompt(input_ids.to(target.device), model_kwargs.get("attention_mask"))

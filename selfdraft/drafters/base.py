@@ -73,7 +73,7 @@ class Drafter(Protocol):
     """
 
     feature_layers: tuple[int, ...]  # indices into HF `hidden_states` (0 = embeddings, -1 = after the final norm)
-    plan: Plan  # what it drafts when the caller asks for nothing else
+    plan: Plan  # what it drafts when the caller asks for nothing else; when sampling, its `sampling_plan` if it has one
 
     def begin(self, batch_size: int) -> Any:
         """Fresh state for one call of `generate`. Two calls, two states; nothing is kept on the drafter."""

@@ -355,6 +355,23 @@ def test_every_layer_has_keys_and_values_of_its_own_as_a_fresh_pass_writes_them(
     assert len(drafter.stack) == len(rebuilt(drafter, plain(case), 9).keys) == shape["layers"]
 
 
+@pytest.mark.parametrize(
+    ("plan", "sampled"), [(Plan(6, 8, 32), Plan(4, 8, 16)), (Plan(3, 2, 6), Plan(2, 2, 3)), (Plan(5), Plan(5))]
+)
+def test_trees_are_smaller_when_sampling_unless_a_plan_is_given(plan, sampled, monkeypatch):
+    drafter, plans, propose = (
+        Eagle(EagleConfig(**dataclasses.asdict(plan)), Target(tiny("llama"))).eval(),
+        [],
+        Eagle.propose,
+    )
+    monkeypatch.setattr(Eagle, "propose", lambda self, *given: plans.append(given[3]) or propose(self, *given))
+    for given, sampling, wanted in [(None, False, plan), (None, True, sampled), (plan, True, plan)]:
+        settings = {"drafter": drafter, "plan": given, "do_sample": sampling, "max_new_tokens": 20, "seed": 1}
+        selfdraft.generate(tiny("llama"), torch.tensor([[5, 6, 7]]), **settings)
+        assert plans[0] == wanted
+        plans.clear()
+
+
 @pytest.mark.parametrize("normed", [False, True])
 def test_what_is_fed_back_is_the_output_or_its_norm(normed, monkeypatch):
     """What the second step's layer reads is the first step's output; with `norm_output`, as the head has read it."""
