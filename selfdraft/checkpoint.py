@@ -210,10 +210,8 @@ def replacing(folder: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         yield temporary
-        for each in [
-            temporary,
-            *temporary.rglob("*"),
-        ]:  # temporary folders, and safetensors' files, are the owner's only
+        # Temporary folders, and the files of safetensors, are for their owner only.
+        for each in [temporary, *temporary.rglob("*")]:
             each.chmod(0o755 if each.is_dir() else 0o644)
         old = folder.parent / f"{temporary.name}.old"
         if folder.exists():
