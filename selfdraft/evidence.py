@@ -164,7 +164,7 @@ def agreement(build: Callable[[], Any], sample: Sample | None) -> Agreement | No
     except BREAKS:
         return None
     results = [each for each in results if each.count > 0]
-    counts = [value for each in results for name, value in each.metrics.items() if name.startswith("accuracy_")]
+    counts = [each for result in results for each in result.accuracies]
     hits, tried = (float(sum(part)) for part in zip(*counts, strict=True)) if counts else (0.0, 0.0)
     if not tried:
         return None

@@ -21,7 +21,7 @@ from transformers import (
 from selfdraft.arguments import refuse_arguments, refuse_inputs, value_of
 from selfdraft.cache import SlotCache
 from selfdraft.checkpoint import choose_drafter, warn_of_other_text
-from selfdraft.drafters.base import Drafter, Observed
+from selfdraft.drafters.base import Drafter, Observed, own_plan
 from selfdraft.drafters.ngram import Ngram
 from selfdraft.metrics import Stopwatch
 from selfdraft.outputs import GenerateOutput, Record
@@ -119,9 +119,7 @@ def decode(
         patience = Patience() if plan is None else None
         if not isinstance(plan, Plan | None):
             raise ValueError(f"plan={plan!r} is no Plan: give Plan(depth, width, nodes), or None for the drafter's own")
-        if plan is None and drafter is not None and generation_config.do_sample:
-            plan = getattr(drafter, "sampling_plan", drafter.plan)
-        plan = plan or (drafter.plan if drafter is not None else Plan(depth=0))
+        plan = plan or own_plan(drafter, generation_config.do_sample)
 
         prompt = read_prompt(input_ids.to(target.device), model_kwargs.get("attention_mask"))
         rows = Rows(input_ids, prompt, generation_config, stopping_criteria, streamer)

@@ -98,8 +98,7 @@ def probe(drafter: Any, target: Target, conversations: Conversations, make_optim
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            accuracies = [value for name, value in loss.metrics.items() if name.startswith("accuracy_")]
-            right = [(hits / count.clamp(min=1)).item() for hits, count in accuracies]
+            right = [(hits / count.clamp(min=1)).item() for hits, count in loss.accuracies]
             if min(right, default=0.0) >= 0.95:
                 break
         plan = Plan(drafter.plan.depth)

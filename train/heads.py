@@ -53,7 +53,7 @@ from tuning import Joint, add_adapter, as_saved, language_loss, refuse_tuning
 
 import selfdraft
 from selfdraft.checkpoint import config_from_json, drafter_class, misfits
-from selfdraft.drafters.base import FeatureBatch, LossSum
+from selfdraft.drafters.base import FeatureBatch, LossSum, own_plan
 from selfdraft.drafters.hydra import PathBlock
 from selfdraft.drafters.layers import Layer
 from selfdraft.drafters.medusa import ResidualBlock
@@ -517,7 +517,10 @@ def evaluate(drafter: Any, target: Target, held_out: Conversations, recipe: Reci
 def answer(
     drafter: Any, target: Target, held_out: Conversations, indices: np.ndarray, temperature: float, new: int
 ) -> Stats:
-    """What happened while the target answered these prompts, a few at a time."""
+    """What happened while the target answered these prompts, a few at a time.
+
+    The drafter drafts in every round: left to itself, `generate` would pause one that is of little use yet.
+    """
     sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     total = Stats()
     for first in range(0, len(indices), EVAL_ROWS):
@@ -530,7 +533,7 @@ def answer(
             ids.to(target.device),
             attention_mask=mask.to(target.device),
             drafter=drafter,
-            plan=drafter.plan,
+            plan=own_plan(drafter, temperature > 0),
             max_new_tokens=new,
             return_dict_in_generate=True,
             seed=first,

@@ -91,6 +91,13 @@ class Drafter(Protocol):
         ...
 
 
+def own_plan(drafter: Drafter | None, sampling: bool) -> Plan:
+    """What is drafted when the caller asks for nothing else; without a drafter, nothing."""
+    if drafter is None:
+        return Plan(depth=0)
+    return getattr(drafter, "sampling_plan", drafter.plan) if sampling else drafter.plan
+
+
 @dataclass(frozen=True)
 class FeatureBatch:
     """A training batch: right-padded conversations of the target and what the target thought of them."""
@@ -109,6 +116,11 @@ class LossSum:
     total: Float[Tensor, ""]
     count: Int[Tensor, ""]
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # name -> (sum, count), e.g. accuracy_1
+
+    @property
+    def accuracies(self) -> list[tuple[Tensor, Tensor]]:
+        """By depth, how many positions the drafter had right, of how many: the metrics accuracy_1, accuracy_2, ..."""
+        return [value for name, value in self.metrics.items() if name.startswith("accuracy_")]
 
 
 @runtime_checkable
