@@ -38,23 +38,28 @@ def vocabulary_loss(
     loss: str,
     hidden: Float[Tensor, "positions hidden"],
     head: Float[Tensor, "vocab hidden"],
-    target_probs: Float[Tensor, "positions vocab"],
-    target_best: Labels,
+    target_probs: Float[Tensor, "places vocab"],
+    target_best: Int[Tensor, " places"],
     labels: Labels,
+    at: Labels | None = None,
 ) -> tuple[Sum, Int[Tensor, ""]]:
     """The loss of that name of `softmax(hidden @ head.T)`, summed over the positions, in nats where it has a unit; and
     at how many positions the drafter's best token is the target's (`target_best`).
 
     `target_probs` is p, and `labels` are the answer's own tokens, which `hard` alone looks at; both over the same
-    vocabulary as `head`. Logits are float32 from bf16 products under autocast. Gradients reach `hidden` and `head`.
+    vocabulary as `head`. `at` says where in `target_probs` and `target_best` the positions stand, when those hold more
+    than they need or another order. Logits are float32 from bf16 products under autocast. Gradients reach `hidden` and
+    `head`.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    return _VocabularyLoss.apply(LOSSES[loss], hidden, head, target_probs, target_best, labels)
+    return _VocabularyLoss.apply(LOSSES[loss], hidden, head, target_probs, target_best, labels, at)
 
 
-def score_eagerly(loss, total, hits, logits, probs, best, labels):
+def score_eagerly(loss, total, hits, logits, probs, best, labels, at):
     """The sums with those of a chunk added, and the gradient of its logits, in their dtype."""
+    if at is not None:
+        probs, best = probs[at], best[at]
     dtype, logits = logits.dtype, logits.float()
     most = logits.amax(dim=1, keepdim=True)
     hits = hits + (logits.gather(1, best.unsqueeze(1)) == most).sum()
@@ -73,7 +78,7 @@ def compile_losses() -> None:
 
 class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, loss, hidden, head, target_probs, target_best, labels):
+    def forward(ctx, loss, hidden, head, target_probs, target_best, labels, at):
         weight = head.detach().to(hidden.dtype)
         total = torch.zeros((), device=hidden.device)
         hits = torch.zeros((), dtype=torch.long, device=hidden.device)
@@ -82,7 +87,8 @@ class _VocabularyLoss(torch.autograd.Function):
         grad_head = torch.zeros_like(head, dtype=torch.float32) if needs_head else None
         for first in range(0, len(hidden), CHUNK):
             rows = slice(first, first + CHUNK)
-            seen = (hidden[rows] @ weight.T, target_probs[rows], target_best[rows], labels[rows])
+            theirs = (target_probs[rows], target_best[rows]) if at is None else (target_probs, target_best)
+            seen = (hidden[rows] @ weight.T, *theirs, labels[rows], None if at is None else at[rows])
             total, hits, gradient = score_chunk(loss, total, hits, *seen)
             if grad_hidden is not None:
                 grad_hidden[rows] = gradient @ weight
@@ -97,7 +103,7 @@ class _VocabularyLoss(torch.autograd.Function):
         grad_hidden, grad_head = ctx.saved_tensors
         scaled_hidden = None if grad_hidden is None else grad_hidden * grad_total.to(grad_hidden.dtype)
         scaled_head = None if grad_head is None else grad_head * grad_total
-        return None, scaled_hidden, scaled_head, None, None, None
+        return None, scaled_hidden, scaled_head, None, None, None, None
 
 
 # --- The losses -------------------------------------------------------------------------------------------------------

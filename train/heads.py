@@ -65,7 +65,6 @@ from selfdraft.target import Target
 BAD_STEPS = 10  # so many steps in a row without a finite gradient end the training
 EVAL_ROWS = 8  # prompts of an evaluation that are answered at once
 LONG = timedelta(days=1)
-TRIM_EVERY = 4  # steps between two returns of freed memory
 
 
 def main(arguments: list[str]) -> None:
@@ -213,6 +212,7 @@ def main(arguments: list[str]) -> None:
                     if usable and not by_zero:
                         optimizer.step()
                     optimizer.zero_grad()
+                release_memory()
 
                 tokens = int(lengths[plan[step]].sum())
                 record = means_of(values) | {"lr": optimizers[0].param_groups[0]["lr"], "gradient_norm": norm}
@@ -229,12 +229,11 @@ def main(arguments: list[str]) -> None:
                     own = drafter.state_dict() if joint else weights
                     given = (own, drafter, target, tuned, tokenizer, held_out, recipe, output)
                     measured = keep_if_best(*given, best)
+                    release_memory()
                     if measured:
                         best = max(best, measured["tokens_per_round"])
                         log(accelerator, output, step + 1, measured)
                         say(f"step {step + 1}: " + describe(measured))
-                if measures or (step + 1) % TRIM_EVERY == 0:
-                    release_memory()
                 accelerator.wait_for_everyone()
                 if saves:
                     state = {"step": step + 1, "settings": settings, "processes": accelerator.num_processes}

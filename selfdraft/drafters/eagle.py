@@ -15,7 +15,7 @@ from selfdraft.cache import SlotCache
 from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum
 from selfdraft.drafters.feedback import Feedback, pack, take
-from selfdraft.drafters.layers import MLP, Attention, Layer, Memory, RMSNorm, Sizes, attend_cached
+from selfdraft.drafters.layers import MLP, Attention, Layer, Memory, RMSNorm, Sizes, attend_cached, working_dtype
 from selfdraft.losses import Loss, check_loss, vocabulary_loss
 from selfdraft.target import Target
 
@@ -173,12 +173,12 @@ class Eagle(Feedback):
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def embed(self, tokens: Tensor) -> Tensor:
-        embedded = self.target.embed(tokens).to(self.fc.weight.dtype)
+        embedded = self.target.embed(tokens).to(working_dtype(self.fc.weight))
         return self.embed_proj(embedded) if self.config.hidden_size < self.target.hidden_size else embedded
 
     def fuse(self, features: Float[Tensor, "batch time features"]) -> Float[Tensor, "batch time hidden"]:
         """The feature layers, normed each or together, fused into one hidden state."""
-        features = features.to(self.fc.weight.dtype)
+        features = features.to(working_dtype(self.fc.weight))
         if self.config.fc_norm:
             parts = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
@@ -290,9 +290,10 @@ class Eagle(Feedback):
                 self.config.loss,
                 self.readout(hidden.flatten(0, 1)[rows]),
                 self.lm_head.weight,
-                probs.flatten(0, 1)[rows + step],
-                likeliest.flatten()[rows + step],
+                probs.flatten(0, 1),
+                likeliest.flatten(),
                 labels.gather(1, label_place).flatten()[rows],
+                at=rows + step,
             )
             total = total + self.config.decay**step * loss
             metrics[f"accuracy_{step + 1}"] = (hits, wanted.sum())

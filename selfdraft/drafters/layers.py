@@ -74,6 +74,12 @@ class Turn:
         return torch.cat([left * self.cos - right * self.sin, right * self.cos + left * self.sin], dim=-1)
 
 
+def working_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype of a product with this weight: its own, or autocast's."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
 class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` whose weight follows its input's dtype, which keeps the fused kernel under autocast."""
 
@@ -186,11 +192,12 @@ class Memory:
         keys, values, queries = attention.spread(self.keys), attention.spread(self.values), attention.queries(x, turn)
         if own == 0:
             return scaled_dot_product_attention(queries, keys, values, seen.unsqueeze(1))
-        scale = queries.shape[-1] ** -0.5
+        queries = queries * queries.shape[-1] ** -0.5
         shared = (queries @ keys.transpose(2, 3)).masked_fill(~seen.unsqueeze(1), float("-inf"))
         theirs = torch.stack([(queries * attention.spread(key)).sum(-1) for key in self.own_keys[:own]], dim=-1)
-        weights = (torch.cat([shared, theirs.to(shared.dtype)], dim=-1) * scale).softmax(dim=-1).to(values.dtype)
-        attended = weights[..., : keys.shape[2]] @ values
-        for index, value in enumerate(self.own_values[:own]):
-            attended = attended + weights[..., keys.shape[2] + index, None] * attention.spread(value)
+        weights = torch.cat([shared, theirs.to(shared.dtype)], dim=-1).softmax(dim=-1).to(values.dtype)
+        shared, theirs = weights.split([keys.shape[2], own], dim=-1)
+        attended = shared @ values
+        for weight, value in zip(theirs.unbind(-1), self.own_values[:own], strict=True):
+            attended = attended + weight.unsqueeze(-1) * attention.spread(value)
         return attended

@@ -134,7 +134,7 @@ def test_training_and_drafting_say_the_same_at_every_position_and_step(monkeypat
 
     trained: list[list[int]] = []
 
-    def caught(loss, hidden, head, probs, best, labels):
+    def caught(loss, hidden, head, probs, best, labels, at):
         trained.append((hidden @ head.T).argmax(dim=-1).tolist())
         return hidden.sum() * 0, (hidden[:, 0] * 0).long().sum()
 
@@ -329,7 +329,7 @@ def test_an_unrolled_step_of_training_is_a_level_of_a_draft_number_by_number(sha
     everything = torch.ones_like(text, dtype=torch.bool)
     trained: list[Tensor] = []
 
-    def caught(loss, hidden, head, probs, best, labels):
+    def caught(loss, hidden, head, probs, best, labels, at):
         trained.append(hidden)
         return hidden.sum() * 0, (hidden[:, 0] * 0).long().sum()
 
