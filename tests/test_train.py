@@ -736,17 +736,18 @@ def test_what_was_saved_is_measured_and_the_best_is_kept(tmp_path, monkeypatch):
     assert any(not torch.equal(weights[1][name], weights[2][name]) for name in kept)
 
 
-def test_an_evaluation_answers_greedily_and_sampled_with_the_drafters_own_plan(tmp_path):
+def test_an_evaluation_answers_greedily_and_sampled_with_the_drafters_own_plans(tmp_path):
     train(tmp_path, "--eval.every", "20", "--max_steps", "20", "--threads", "1")
     measured = records(tmp_path)[-1]
     assert measured["step"] == 20 and "loss" not in measured
     model = heads.load_target("configs/targets/tiny_llama.json")[0].eval()
     drafter = load_drafter(tmp_path / "drafter", model)
     held_out = data.read_conversations("tests/data/tiny_validation.jsonl", 2048, model.config.vocab_size)
+    assert drafter.plan != drafter.sampling_plan
     for suffix, settings in {"": {"do_sample": False}, "_T1": {"do_sample": True, "top_k": 0}}.items():
-        total = Stats()
+        total, plan = Stats(), drafter.sampling_plan if suffix else drafter.plan
         for index in range(4):
-            settings |= {"seed": index, "max_new_tokens": 16, "return_dict_in_generate": True, "plan": drafter.plan}
+            settings |= {"seed": index, "max_new_tokens": 16, "return_dict_in_generate": True, "plan": plan}
             total.add(generate(model, held_out.prompt(index).unsqueeze(0), drafter=drafter, **settings).stats)
         assert measured[f"tokens_per_round{suffix}"] == pytest.approx(total.tokens_per_round)
         assert measured[f"acceptance_1{suffix}"] == pytest.approx(total.acceptance_by_depth[0])
