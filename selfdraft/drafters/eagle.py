@@ -15,7 +15,7 @@ from selfdraft.cache import SlotCache
 from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum
 from selfdraft.drafters.feedback import Feedback, pack, take
-from selfdraft.drafters.layers import MLP, Attention, Layer, Memory, RMSNorm, Sizes, attend_cached, working_dtype
+from selfdraft.drafters.layers import MLP, Attention, Layer, Memory, RMSNorm, Sizes, attend_cached
 from selfdraft.losses import Loss, check_loss, vocabulary_loss
 from selfdraft.target import Target
 
@@ -173,12 +173,12 @@ class Eagle(Feedback):
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def embed(self, tokens: Tensor) -> Tensor:
-        embedded = self.target.embed(tokens).to(working_dtype(self.fc.weight))
+        embedded = self.target.embed(tokens).to(self.fc.weight.dtype)
         return self.embed_proj(embedded) if self.config.hidden_size < self.target.hidden_size else embedded
 
     def fuse(self, features: Float[Tensor, "batch time features"]) -> Float[Tensor, "batch time hidden"]:
         """The feature layers, normed each or together, fused into one hidden state."""
-        features = features.to(working_dtype(self.fc.weight))
+        features = features.to(self.fc.weight.dtype)
         if self.config.fc_norm:
             parts = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)

@@ -74,12 +74,6 @@ class Turn:
         return torch.cat([left * self.cos - right * self.sin, right * self.cos + left * self.sin], dim=-1)
 
 
-def working_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype of a product with this weight: its own, or autocast's."""
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
 class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` whose weight follows its input's dtype, which keeps the fused kernel under autocast."""
 
