@@ -82,22 +82,6 @@ def test_in_chunks_it_is_the_whole_with_gradients_of_both_factors(loss, monkeypa
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_what_the_target_thinks_is_found_where_it_stands(monkeypatch):
-    """In another order, among positions that are not asked for; each of which is never copied for all at once."""
-    monkeypatch.setattr(losses, "CHUNK", 5)
-    hidden, head, probs, best, labels = some(torch.float32)
-    places = torch.randperm(2 * POSITIONS, generator=torch.Generator().manual_seed(1))
-    more = torch.cat([probs, probs.flip(-1)])[places], torch.cat([best, VOCABULARY - 1 - best])[places]
-    at = places.argsort()[:POSITIONS]
-    wanted = vocabulary_loss("soft", hidden, head, probs, best, labels)
-    with Shapes() as shapes:
-        found = vocabulary_loss("soft", hidden, head, *more, labels, at=at)
-    assert found[0].equal(wanted[0]) and found[1].equal(wanted[1])
-    assert (POSITIONS, VOCABULARY) not in shapes.seen
-    gradients = (torch.autograd.grad(total, (hidden, head)) for total, _ in (found, wanted))
-    assert all(ours.equal(theirs) for ours, theirs in zip(*gradients, strict=True))
-
-
 class Shapes(TorchDispatchMode):
     """The shapes of all tensors that are made."""
 
@@ -121,6 +105,22 @@ def test_the_logits_of_all_positions_never_exist_at_once(loss, monkeypatch):
         vocabulary_loss(loss, hidden, head, probs, best, labels)[0].backward()
     assert (5, VOCABULARY) in shapes.seen
     assert not {shape for shape in shapes.seen if POSITIONS in shape and VOCABULARY in shape}
+
+
+def test_what_the_target_thinks_is_found_where_it_stands(monkeypatch):
+    """In another order, among positions that are not asked for; it is never copied for all positions at once."""
+    monkeypatch.setattr(losses, "CHUNK", 5)
+    hidden, head, probs, best, labels = some(torch.float32)
+    places = torch.randperm(2 * POSITIONS, generator=torch.Generator().manual_seed(1))
+    more = torch.cat([probs, probs.flip(-1)])[places], torch.cat([best, VOCABULARY - 1 - best])[places]
+    at = places.argsort()[:POSITIONS]
+    wanted = vocabulary_loss("soft", hidden, head, probs, best, labels)
+    with Shapes() as shapes:
+        found = vocabulary_loss("soft", hidden, head, *more, labels, at=at)
+    assert found[0].equal(wanted[0]) and found[1].equal(wanted[1])
+    assert (POSITIONS, VOCABULARY) not in shapes.seen
+    gradients = (torch.autograd.grad(total, (hidden, head)) for total, _ in (found, wanted))
+    assert all(ours.equal(theirs) for ours, theirs in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("loss", ["reverse_kl", "log_acceptance", "lk", "total_variation"])

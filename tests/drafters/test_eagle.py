@@ -359,11 +359,9 @@ def test_every_layer_has_keys_and_values_of_its_own_as_a_fresh_pass_writes_them(
     ("plan", "sampled"), [(Plan(6, 8, 32), Plan(4, 8, 16)), (Plan(3, 2, 6), Plan(2, 2, 3)), (Plan(5), Plan(5))]
 )
 def test_trees_are_smaller_when_sampling_unless_a_plan_is_given(plan, sampled, monkeypatch):
-    drafter, plans, propose = (
-        Eagle(EagleConfig(**dataclasses.asdict(plan)), Target(tiny("llama"))).eval(),
-        [],
-        Eagle.propose,
-    )
+    drafter = Eagle(EagleConfig(**dataclasses.asdict(plan)), Target(tiny("llama"))).eval()
+    plans: list[Plan] = []
+    propose = Eagle.propose
     monkeypatch.setattr(Eagle, "propose", lambda self, *given: plans.append(given[3]) or propose(self, *given))
     for given, sampling, wanted in [(None, False, plan), (None, True, sampled), (plan, True, plan)]:
         settings = {"drafter": drafter, "plan": given, "do_sample": sampling, "max_new_tokens": 20, "seed": 1}
