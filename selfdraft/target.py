@@ -215,13 +215,16 @@ class Target:
         if "sliding_attention" in masks and self.window is not None:
             distance = positions.unsqueeze(2) - slot_positions.unsqueeze(1)
             masks["sliding_attention"] = visible & (distance < self.window)
-        masks = {kind: self._as_attention_mask(mask) for kind, mask in masks.items()}
+        masks = {kind: additive_mask(mask, self.dtype) for kind, mask in masks.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _as_attention_mask(self, visible: Tensor) -> Tensor:
-        """What is added to the scores. sdpa would take booleans too, but turn them into this in every layer."""
-        zeros = torch.zeros((), dtype=self.dtype, device=visible.device)
-        return torch.where(visible, zeros, torch.finfo(self.dtype).min).unsqueeze(1)
+
+def additive_mask(
+    visible: Bool[Tensor, "batch queries width"], dtype: torch.dtype
+) -> Float[Tensor, "batch 1 queries width"]:
+    """What is added to the scores. sdpa would take booleans too, but turn them into this in every layer."""
+    zeros = torch.zeros((), dtype=dtype, device=visible.device)
+    return torch.where(visible, zeros, torch.finfo(dtype).min).unsqueeze(1)
 
 
 def prompt_parts(length: int) -> list[slice]:

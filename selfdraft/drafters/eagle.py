@@ -15,9 +15,9 @@ from selfdraft.cache import SlotCache
 from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum
 from selfdraft.drafters.feedback import Feedback, pack, take
-from selfdraft.drafters.layers import MLP, Attention, Layer, Memory, RMSNorm, Sizes, attend_cached
+from selfdraft.drafters.layers import MLP, Attention, Layer, Memory, RMSNorm, Sizes, attend_cached, fitted
 from selfdraft.losses import Loss, check_loss, vocabulary_loss
-from selfdraft.target import Target
+from selfdraft.target import Target, additive_mask
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class FirstLayer(Layer):
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
 
     def read(self, embedded: Tensor, hidden: Tensor) -> Float[Tensor, "batch time wide"]:
-        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1).to(hidden.dtype)
 
 
 class FurtherLayer(Layer):
@@ -173,12 +173,12 @@ class Eagle(Feedback):
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def embed(self, tokens: Tensor) -> Tensor:
-        embedded = self.target.embed(tokens).to(self.fc.weight.dtype)
+        embedded = fitted(self.target.embed(tokens), self.fc.weight)
         return self.embed_proj(embedded) if self.config.hidden_size < self.target.hidden_size else embedded
 
     def fuse(self, features: Float[Tensor, "batch time features"]) -> Float[Tensor, "batch time hidden"]:
         """The feature layers, normed each or together, fused into one hidden state."""
-        features = features.to(self.fc.weight.dtype)
+        features = fitted(features, self.fc.weight)
         if self.config.fc_norm:
             parts = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
@@ -252,15 +252,16 @@ class Eagle(Feedback):
         # Step 0 up to what the last layer reads is needed at all positions, for the later steps to look at.
         hidden, embedded = self.fuse(batch.features), self.embed(padded[:, 1 : time + 1])
         x = stack[0].read(embedded, hidden)
-        turn, dtype = self.turn(everywhere, x.dtype), x.dtype
+        dtype = hidden.dtype
+        turn = self.turn(everywhere, dtype)
         memories = [Memory(stack[0].self_attn, x, turn)]
         for below, layer in zip(stack, stack[1:], strict=False):
-            earlier = everywhere.unsqueeze(1) <= everywhere.unsqueeze(2)
+            earlier = additive_mask(everywhere.unsqueeze(1) <= everywhere.unsqueeze(2), dtype)
             hidden = below(hidden, memories[-1], x, turn, earlier)
             x = layer.read(embedded, hidden)
             memories.append(Memory(layer.self_attn, x, turn))
         x, hidden = take(x, place), take(hidden, place)
-        seen = everywhere.unsqueeze(1) <= place.unsqueeze(2)
+        mask = additive_mask(everywhere.unsqueeze(1) <= place.unsqueeze(2), dtype)
 
         with torch.no_grad():  # the target's distribution over the draft vocabulary, computed once for all steps
             target_hidden = take(batch.hidden, (place + 1).clamp(max=time - 1))
@@ -273,13 +274,13 @@ class Eagle(Feedback):
         for step in range(steps):
             turn = self.turn(place + step, dtype)
             if step == 0:
-                hidden = stack[-1](hidden, memories[-1], x, turn, seen)
+                hidden = stack[-1](hidden, memories[-1], x, turn, mask)
             else:
                 embedded = self.embed(padded.gather(1, place + 1 + step))
                 for layer, memory in zip(stack, memories, strict=True):
                     x = layer.read(embedded, hidden)
                     memory.append(x, turn)
-                    hidden = layer(hidden, memory, x, turn, seen, step)
+                    hidden = layer(hidden, memory, x, turn, mask, step)
             hidden = self.norm(hidden) if self.config.norm_output else hidden
             label_place = place + 2 + step
             # The packed places of a turn are consecutive, so the probabilities for step s stand s places further on.

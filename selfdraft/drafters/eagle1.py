@@ -17,9 +17,9 @@ from selfdraft.cache import SlotCache
 from selfdraft.drafters import vocabulary
 from selfdraft.drafters.base import FeatureBatch, LossSum
 from selfdraft.drafters.feedback import Feedback, pack, take
-from selfdraft.drafters.layers import MLP, Attention, Layer, Memory, RMSNorm, Sizes, attend_cached
+from selfdraft.drafters.layers import MLP, Attention, Layer, Memory, RMSNorm, Sizes, attend_cached, fitted
 from selfdraft.losses import Loss, check_loss, vocabulary_loss
-from selfdraft.target import Target
+from selfdraft.target import Target, additive_mask
 
 NOISE_LENGTH = 512  # a text of so many tokens gets `noise` as it stands; a longer one less, a shorter one more
 
@@ -105,7 +105,7 @@ class Eagle1(Feedback):
     # --- one pass -----------------------------------------------------------------------------------------------------
 
     def fuse(self, features: Float[Tensor, "batch time features"]) -> Float[Tensor, "batch time hidden"]:
-        return features.to(self.fc.weight.dtype)
+        return fitted(features, self.fc.weight)
 
     def enter(
         self, tokens: Int[Tensor, "batch time"], hidden: Float[Tensor, "batch time hidden"]
@@ -164,9 +164,9 @@ class Eagle1(Feedback):
         x = self.enter(nn.functional.pad(tokens, (0, 1))[:, 1:], features)
         everywhere = torch.arange(time, device=tokens.device).expand_as(tokens)
         memory = Memory(layer.self_attn, x, self.turn(everywhere, x.dtype))
-        seen = everywhere.unsqueeze(1) <= place.unsqueeze(2)
+        mask = additive_mask(everywhere.unsqueeze(1) <= place.unsqueeze(2), x.dtype)
         x = take(x, place)
-        foretold = layer(x, memory, x, self.turn(place, x.dtype), seen)
+        foretold = layer(x, memory, x, self.turn(place, x.dtype), mask)
 
         index = used.flatten().nonzero().squeeze(1)
         foretold = foretold.flatten(0, 1)[index]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from selfdraft.cache import SlotCache
+from selfdraft.drafters.attention import attend_jointly
 from selfdraft.target import Target
 
 
@@ -74,6 +75,11 @@ class Turn:
         return torch.cat([left * self.cos - right * self.sin, right * self.cos + left * self.sin], dim=-1)
 
 
+def fitted(x: Tensor, weight: Tensor) -> Tensor:
+    """In the dtype of a weight that it will meet; under autocast as it is, which has every product fit its factors."""
+    return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype)
+
+
 class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` whose weight follows its input's dtype, which keeps the fused kernel under autocast."""
 
@@ -133,12 +139,12 @@ class Layer(nn.Module):
         """The attention's input, of the token's embedding and the residual stream."""
         raise NotImplementedError
 
-    def forward(self, hidden: Tensor, memory: "Memory", x: Tensor, turn: Turn, seen: Tensor, own: int = 0) -> Tensor:
+    def forward(self, hidden: Tensor, memory: "Memory", x: Tensor, turn: Turn, mask: Tensor, own: int = 0) -> Tensor:
         """Training: the residual stream after a pass of queries over `memory`, of whose own entries they see `own`.
 
         All that a step of training computes in a layer, so that it can be computed again instead of kept.
         """
-        return self.finish(hidden, memory.attend(x, turn, seen, own))
+        return self.finish(hidden, memory.attend(x, turn, mask, own))
 
     def finish(self, hidden: Tensor, attended: Float[Tensor, "batch heads time dim"]) -> Tensor:
         """Residual stream after attention and MLP."""
@@ -179,19 +185,13 @@ class Memory:
         self.own_values.append(value)
 
     def attend(
-        self, x: Float[Tensor, "batch places wide"], turn: Turn, seen: Bool[Tensor, "batch places time"], own: int
+        self, x: Float[Tensor, "batch places wide"], turn: Turn, mask: Float[Tensor, "batch 1 places time"], own: int
     ) -> Float[Tensor, "batch heads places dim"]:
-        """One softmax over the text's entries that a query may see and its first `own` ones."""
+        """One softmax over the text's entries that the additive `mask` leaves a query, and its first `own` ones."""
         attention = self.attention
         keys, values, queries = attention.spread(self.keys), attention.spread(self.values), attention.queries(x, turn)
         if own == 0:
-            return scaled_dot_product_attention(queries, keys, values, seen.unsqueeze(1))
-        queries = queries * queries.shape[-1] ** -0.5
-        shared = (queries @ keys.transpose(2, 3)).masked_fill(~seen.unsqueeze(1), float("-inf"))
-        theirs = torch.stack([(queries * attention.spread(key)).sum(-1) for key in self.own_keys[:own]], dim=-1)
-        weights = torch.cat([shared, theirs.to(shared.dtype)], dim=-1).softmax(dim=-1).to(values.dtype)
-        shared, theirs = weights.split([keys.shape[2], own], dim=-1)
-        attended = shared @ values
-        for weight, value in zip(theirs.unbind(-1), self.own_values[:own], strict=True):
-            attended = attended + weight.unsqueeze(-1) * attention.spread(value)
-        return attended
+            return scaled_dot_product_attention(queries, keys, values, mask)
+        own_keys = torch.stack([attention.spread(key) for key in self.own_keys[:own]], dim=2)
+        own_values = torch.stack([attention.spread(value) for value in self.own_values[:own]], dim=2)
+        return attend_jointly(queries, keys, values, mask, own_keys, own_values)

@@ -163,7 +163,7 @@ def test_a_text_learnt_by_heart_is_drafted():
     case = Case("llama", "", "greedy", 1)
     target, text = Target(case.model), plain(case)
     trained = torch.arange(text.shape[1]).unsqueeze(0) >= LENGTHS[1][0]
-    drafter = Eagle(EagleConfig(unroll=3), target)
+    drafter = Eagle(EagleConfig(unroll=3, loss="hard"), target)
     with torch.no_grad():
         features, hidden = target.encode(text, drafter.feature_layers)
     losses = train(drafter, FeatureBatch(text, trained, torch.ones_like(trained), features, hidden), steps=80)
